@@ -1,5 +1,7 @@
 """Students cut from a teacher by width: what is cut, by what it is chosen, and what a cut changes."""
 
+import copy
+
 import pytest
 import torch
 from test_checkpoint_weights import COMMON
@@ -43,13 +45,16 @@ def student_of(teacher, **cut):
     return load_student(section, teacher=teacher, selection=chosen).eval(), chosen
 
 
+def read_back(folder):
+    """Return the model of a folder, copied, since GEMMs on a CPU round by the address at which weights begin."""
+    return copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder).eval())
+
+
 def with_zeros(teacher, selection, layout):
     """`teacher` itself without the dropped heads and columns: what reads them has zeros there."""
     for axis in ("heads", "intermediate"):
-        if axis not in selection.parts:
-            continue
-        for layer, (name, _) in layout.readers(teacher, axis).items():
-            kept = entries(layout.dims[f"{name}.weight"][1], selection.kept(layer), layout.full)
+        for name in layout.readers(teacher, axis).values():
+            kept = entries(layout.dims[f"{name}.weight"][1], selection.kept(f"{name}.weight", layout))
             weight = teacher.get_submodule(name).weight
             mask = torch.zeros(weight.shape[1])
             mask[kept] = 1
@@ -133,7 +138,7 @@ def test_the_smallest_activations_go():
     _, chosen = student_of(teacher, hidden=30, kv_heads=1, intermediate=61)
     assert sorted({*range(32)} - {*chosen.hidden}) == quiet["hidden"]
     for layer in range(LAYERS):
-        assert sorted({*range(64)} - {*chosen.parts["intermediate"][layer]}) == quiet["columns"]
+        assert sorted({*range(64)} - {*chosen.columns[f"model.layers.{layer}.mlp"][0]}) == quiet["columns"]
         assert list(chosen.parts["kv_heads"][layer]) == [1] and list(chosen.parts["heads"][layer]) == [2, 3]
 
 
@@ -200,7 +205,7 @@ def test_metrics_are_what_their_names_say(metric):
         "mean_l2": torch.stack([each.abs().mean(0) for each in gathered]).square().mean(0).sqrt(),
     }[metric]
     cut = FromTeacher.model_validate({"intermediate": 20, "importance": {"metric": metric}})
-    chosen = select_parts(teacher, cut, given).parts["intermediate"][1]
+    (chosen,) = select_parts(teacher, cut, given).columns["model.layers.1.mlp"]
     assert chosen == sorted(score.topk(20).indices.tolist())
 
 
@@ -263,6 +268,12 @@ def test_a_factor_on_embeddings_is_read_from_the_first_layer():
         ("gemma2", {"hidden": 30}, "cannot be cut to 4 layers and Widths(hidden=30"),
         ("cohere", {"hidden": 16}, "expected RMSNorms over what is cut, got model.layers.0.input_layernorm (CohereLay"),
         ("gpt2", {"hidden": 16}, "expected a configuration with one width of all layers to cut widths, got GPT2Config"),
+        (
+            "llama",
+            {"moe_intermediate": 8},
+            "moe_intermediate: LlamaConfig has no moe_intermediate_size; its columns are",
+        ),
+        ("llama", {"shared_expert_intermediate": 8}, "shared_expert_intermediate: LlamaConfig has none for all layers"),
     ],
 )
 def test_what_cannot_be_cut_is_told_in_a_line(kind, cut, said):
@@ -274,7 +285,24 @@ def test_what_cannot_be_cut_is_told_in_a_line(kind, cut, said):
 @pytest.mark.parametrize(
     "kind, cut, said",
     [
-        ("mixtral", {"intermediate": 32}, "model.layers.0.mlp.experts.gate_up_proj has the columns of experts"),
+        (
+            "mixtral",
+            {"intermediate": 30},
+            "intermediate: expected a multiple of 8, since grouped GEMMs of experts take",
+        ),
+        ("mixtral", {"hidden": 28}, "hidden: expected a multiple of 8, since grouped GEMMs of experts take rows"),
+        (
+            "mixtral",
+            {"moe_intermediate": 8},
+            "MixtralConfig has no moe_intermediate_size; its columns are those of inter",
+        ),
+        ("qwen3_moe", {"moe_intermediate": 17}, "moe_intermediate: expected a multiple of 8"),
+        (
+            "qwen3_moe",
+            {"intermediate": 17},
+            "Qwen3MoeForCausalLM has no parameter whose size follows from intermediate",
+        ),
+        ("qwen3_moe", {"shared_expert_intermediate": 8}, "shared_expert_intermediate: Qwen3MoeConfig has none for all"),
         ("olmo", {"hidden": 16}, "a small OlmoConfig that is cut along hidden differs from the same with zeros there"),
     ],
 )

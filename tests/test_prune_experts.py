@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_prune import rows, student_of
+from test_prune import read_back, rows, student_of
 from tiny import save_models, tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -96,7 +96,7 @@ def test_dropped_experts_are_as_if_no_token_were_routed_to_them(family, tmp_path
     student, chosen = student_of(teacher, experts=5)
     assert {len(kept) for kept in chosen.parts["experts"].values()} == {5}
     student.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again = read_back(tmp_path)
     assert torch.equal(logits(again), logits(student))
     expected = without_experts(teacher, chosen.parts["experts"], monkeypatch)
     torch.testing.assert_close(logits(student), expected, rtol=1e-3, atol=1e-4)
@@ -145,7 +145,7 @@ def test_experts_go_with_layers_channels_and_heads(tmp_path):
     assert (config.num_hidden_layers, config.hidden_size, config.num_key_value_heads) == (3, 24, 1)
     assert config.num_experts == 2 == student.model.layers[0].mlp.experts.down_proj.shape[0]
     student.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval()), logits(student))
+    assert torch.equal(logits(read_back(tmp_path)), logits(student))
     theirs = dict(teacher.named_parameters())
     kept = torch.tensor(chosen.parts["experts"][chosen.layers[1]])
     router = theirs[f"model.layers.{chosen.layers[1]}.mlp.gate.weight"][kept][:, list(chosen.hidden)]
@@ -155,7 +155,7 @@ def test_experts_go_with_layers_channels_and_heads(tmp_path):
 @pytest.mark.parametrize(
     "family, said",
     [
-        ("llama4_text", "expected the experts of Llama4ForCausalLM to be given each token's experts and their weights"),
+        ("llama4_text", "expected experts that follow transformers' use_experts_implementation, got model.layers.0"),
         ("jetmoe", "expected one router and one module of experts in layer 0 of JetMoeForCausalLM"),
         ("inkling_text", "mlp.gate.weight of InklingForCausalLM to follow from experts alone, got 5"),
         ("longcat_flash", "of LongcatFlashForCausalLM to follow from experts alone, got 8"),
@@ -195,7 +195,7 @@ LINES = (f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 %
 TEXT = "\n".join(LINES)
 RECIPE = """
 teacher: {model: teacher}
-student: {from_teacher: {layers: 3, experts: 3, importance: {rows: 8, layer_rows: 2}}}
+student: {from_teacher: {layers: 3, experts: 3, intermediate: 24, importance: {rows: 8, layer_rows: 2}}}
 data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
 train: {steps: 4, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, save_every: 2, device: cpu}
 generate: {prompts: []}
@@ -228,19 +228,47 @@ def test_a_mixture_is_pruned_and_trained_and_resumed_to_the_bit(place, capsys):
     assert "continuing from runs/parts/checkpoint-2" in capsys.readouterr().out
     first, second = weights("whole"), weights("parts")
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert first["model.layers.0.mlp.experts.gate_up_proj"].shape[0] == 3
+    assert first["model.layers.0.mlp.experts.gate_up_proj"].shape[:2] == (3, 48)
 
 
-def test_shapes_are_proposed_with_fewer_experts(place, capsys, caplog):
-    """A shape that the family cannot be cut to is left out with a line, and does not end the command."""
+def test_shapes_are_proposed_with_fewer_experts_and_columns(place, capsys):
     assert run_command(["prune", "tiny.yaml", "--to", "0.6", "--json"]) == 0
     found = {each["name"]: each["from_teacher"] for each in json.loads(capsys.readouterr().out)}
     assert found["experts"]["experts"] == 4
     assert {"layers": 5, "experts": 5}.items() <= found["depth and experts"].items()
-    assert "MLP columns" not in found
-    assert (
-        "shape 'MLP columns' is left out: student.from_teacher.intermediate: model.layers.0.mlp.experts" in caplog.text
-    )
+    assert found["MLP columns"]["intermediate"] == 16
+
+
+AXES = {
+    "nemotron_h": ("intermediate", "moe_intermediate", "shared_expert_intermediate"),
+    "qwen3_moe": ("moe_intermediate",),
+}
+
+
+def test_all_columns_of_a_mixture_shrink_alike():
+    """Those of dense layers, experts and shared experts; a field that no module is made by is left as it is."""
+    wide = {"intermediate_size": 512, "moe_intermediate_size": 256}
+    for family, shared, axes in (
+        ("nemotron_h", {"moe_shared_expert_intermediate_size": 128, "n_routed_experts": 16}, [256, 128, 64]),
+        ("qwen3_moe", {"num_local_experts": 16}, [128]),
+    ):
+        config = tiny_config(family, **wide, **shared)
+        shares = parameters_share(config)
+        share = shares(FromTeacher(**dict(zip(AXES[family], axes, strict=True)))) + 1e-6
+        found = {each.name: each.cut for each in candidates(config, share, shares)}
+        assert [getattr(found["MLP columns"], axis) for axis in AXES[family]] == axes
+        assert family == "nemotron_h" or found["MLP columns"].intermediate is None
+        both = found["experts and their columns"]
+        assert both.experts < 16 and axes[-1] < getattr(both, AXES[family][-1])
+
+
+def test_a_shape_that_a_family_cannot_be_cut_to_is_left_out_with_a_line(place, capsys, caplog):
+    save_models(place, text=TEXT, teacher={"layers": 6, "seed": 1, "kind": "cohere"})
+    overrides = ["student.from_teacher={layers: 2, importance: {rows: 4, layer_rows: 2}}"]
+    assert run_command(["prune", "tiny.yaml", "--to", "0.7", "--json", *overrides]) == 0
+    names = [each["name"] for each in json.loads(capsys.readouterr().out)]
+    assert "depth and MLP columns" in names and "width" not in names
+    assert "shape 'width' is left out: student.from_teacher.hidden: expected RMSNorms over what is cut" in caplog.text
 
 
 def test_dense_teachers_are_offered_no_experts():

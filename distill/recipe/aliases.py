@@ -106,6 +106,13 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "student.from_teacher.intermediate": (
         "", "", "", "intermediate_size ffn_hidden_size target_ffn_hidden_size (NeMo)",
     ),
+    "student.from_teacher.moe_intermediate": (
+        "", "", "", "moe_intermediate_size (transformers); moe_ffn_hidden_size (NeMo, ModelOpt)",
+    ),
+    "student.from_teacher.shared_expert_intermediate": (
+        "", "", "",
+        "shared_expert_intermediate_size shared_intermediate_size (transformers); moe_shared_expert_intermediate_size",
+    ),
     "student.from_teacher.experts": (
         "", "", "", "num_experts n_routed_experts num_local_experts (transformers); num_moe_experts (NeMo)",
     ),

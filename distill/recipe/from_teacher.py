@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 from distill.core.errors import Section, expected_got
 from distill.recipe.fields import Count
 
-WIDTHS = ("hidden", "heads", "kv_heads", "intermediate", "experts")
+WIDTHS = (
+    *("hidden", "heads", "kv_heads", "intermediate", "moe_intermediate", "shared_expert_intermediate", "experts"),
+)
 
 
 class Importance(Section):
@@ -21,22 +23,25 @@ class Importance(Section):
         rows: number of training rows that the teacher reads for hidden channels, heads, MLP columns and experts.
         layer_rows: number of these rows on which the loss without each layer is measured, again after each that goes.
         metric: aggregate of activations over tokens. `l2` is the root mean square, `mean` the mean magnitude, `mean_l2`
-            the mean magnitude over a row's tokens and the root mean square over rows. Experts are chosen by the mean
-            weight that their router gives them, whatever the metric.
+            the mean magnitude over a row's tokens and the root mean square over rows.
+        experts: score of routed experts. `router_weight` is the mean over all tokens of the weight that the router
+            gives an expert, 0 for tokens that are routed to others; `reap` the mean over the tokens that are routed to
+            it of that weight times the Euclidean norm of its output (Lasby et al., 2025, arXiv 2510.13999).
     """
 
     rows: Count = 64
     layer_rows: Count = 8
     metric: Literal["l2", "mean", "mean_l2"] = "l2"
+    experts: Literal["router_weight", "reap"] = "router_weight"
 
 
 class FromTeacher(Section):
     """A student made of parts of the teacher: of its layers, of each layer's width, or of both.
 
     With a width, or with `importance`, the parts are chosen by the training data: hidden channels, heads and columns of
-    the MLPs with the largest activations and experts with the largest router weights stay, and layers are removed one
-    after another, each time the one without which the divergence from the teacher is smallest. With `layers` alone the
-    first and the last layers stay.
+    the MLPs with the largest activations and experts with the largest scores stay, and layers are removed one after
+    another, each time the one without which the divergence from the teacher is smallest. With `layers` alone the first
+    and the last layers stay.
 
     Attributes:
         layers: number of the teacher's layers to keep.
@@ -46,7 +51,12 @@ class FromTeacher(Section):
             key and value head are kept.
         kv_heads: number of key and value heads to keep in each layer; each keeps `heads / kv_heads` of its heads,
             without `heads` all of them.
-        intermediate: number of MLP columns (`intermediate_size`) to keep in each layer.
+        intermediate: number of MLP columns (`intermediate_size`) to keep in each layer; of families without
+            `moe_intermediate_size` (Mixtral, gpt-oss) also in each expert.
+        moe_intermediate: number of columns (`moe_intermediate_size`) to keep in each routed expert, and in shared
+            experts whose width follows from it.
+        shared_expert_intermediate: number of columns (`shared_expert_intermediate_size`) to keep in shared experts with
+            a width of their own.
         experts: number of routed experts to keep in each layer of a mixture of experts; shared experts and the number
             of experts per token stay.
         importance: selection of the parts that stay.
@@ -58,6 +68,8 @@ class FromTeacher(Section):
     heads: Count | None = None
     kv_heads: Count | None = None
     intermediate: Count | None = None
+    moe_intermediate: Count | None = None
+    shared_expert_intermediate: Count | None = None
     experts: Count | None = None
     importance: Importance | None = None
 

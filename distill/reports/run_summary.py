@@ -50,6 +50,7 @@ def run_summary(
         name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values)"
         name += f", MLP columns {widths.intermediate}" if widths.intermediate else ""
         name += f", experts {widths.experts}" if widths.experts else ""
+        name += f" of {widths.moe_intermediate} columns" if widths.experts and widths.moe_intermediate else ""
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     # a step cannot hold more tokens than the data

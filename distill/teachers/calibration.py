@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distill.models.prune.narrow import Selection
     from distill.recipe import FromTeacher
 
-VERSION = 2  # increase when the same inputs would give another choice
+VERSION = 3  # increase when the same inputs would give another choice
 FILE = "found.json"
 # imported by a student that is cut by rows of data
 CACHED_FOLDER, CACHE_KEY = "distill.data.token_cache:cached_folder", "distill.data.token_cache:cache_key"
@@ -40,7 +40,8 @@ def cut_identity(cut: FromTeacher, total: int) -> list[int] | dict[str, object]:
     """Return what names the student of a stored teacher: the layers it has of `total`, or the settings that choose."""
     if not cut.is_calibrated:
         return layer_indices(cut, total)
-    return {**cut.model_dump(exclude_none=True), "importance": cut.chosen_by.model_dump()}
+    apart = None if cut.experts else {"experts"}  # how experts are chosen matters where some go
+    return {**cut.model_dump(exclude_none=True), "importance": cut.chosen_by.model_dump(exclude=apart)}
 
 
 def cut_from(teacher: PreTrainedModel, request: CutRequest) -> CutStudent:

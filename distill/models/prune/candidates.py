@@ -4,10 +4,11 @@
         student = cut(candidate.cut)
         outputs.divergence(student)         # nats a token
 
-Layers and widths are cut in a few proportions: layers alone, MLP columns alone, widths alone, and both; experts alone
-and with layers where the teacher has some. In each the
-largest shape whose share of the cost is at most the one asked for is taken, by bisection over 32 steps from the whole
-model to a quarter of it. Sizes are rounded down to what fits GPUs and the family's configuration (`_multiple`).
+Layers and widths are cut in a few proportions: layers alone, MLP columns alone, widths alone, and both; experts alone,
+with layers and with their columns where the teacher has some. Columns are those of dense MLPs, of experts and of shared
+experts, all by the same share. In each proportion the largest shape whose share of the cost is at most the one asked
+for is taken, by bisection over 32 steps from the whole model to a quarter of it. Sizes are rounded down to what fits
+GPUs and the family's configuration (`_multiple`).
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from distill.models.load.meta_models import meta_student
 from distill.models.prune.importance import Row, positions_of
 from distill.models.prune.pruning import student_config
 from distill.models.prune.routing import routing_of
-from distill.models.prune.widths import Widths, widths_of
+from distill.models.prune.widths import COLUMN_AXES, GROUPED, ColumnAxis, Widths, widths_of
 from distill.recipe import FromTeacher, Importance, Student
 
 STEPS, LEAST = 32, 0.25
 # what is cut in each proportion: the share of the way from 1 that each part goes
 PROPORTIONS: dict[str, dict[str, float]] = {
     "depth": {"layers": 1.0},
-    "MLP columns": {"intermediate": 1.0},
-    "width": {"hidden": 1.0, "intermediate": 1.0},
-    "width and heads": {"hidden": 1.0, "heads": 1.0, "intermediate": 1.0},
-    "depth and MLP columns": {"layers": 0.5, "intermediate": 1.0},
-    "depth and width": {"layers": 1.0, "hidden": 0.5, "intermediate": 1.0},
+    "MLP columns": {"columns": 1.0},
+    "width": {"hidden": 1.0, "columns": 1.0},
+    "width and heads": {"hidden": 1.0, "heads": 1.0, "columns": 1.0},
+    "depth and MLP columns": {"layers": 0.5, "columns": 1.0},
+    "depth and width": {"layers": 1.0, "hidden": 0.5, "columns": 1.0},
     "experts": {"experts": 1.0},
     "depth and experts": {"layers": 0.5, "experts": 1.0},
+    "experts and their columns": {"experts": 1.0, "columns": 1.0},
 }
 Cost = Callable[[FromTeacher], float]  # share of the teacher's cost that a student of a shape has
 
@@ -94,18 +96,18 @@ def candidates(
     """
     check_share(share)
     seen: list[FromTeacher] = []
-    full = widths_of(config)
-    lacking = {axis for axis in ("intermediate", "experts") if not getattr(full, axis)}
+    columns = _columns_of(config)
+    lacking = {name for name, there in (("columns", columns), ("experts", widths_of(config).experts)) if not there}
     for name, parts in PROPORTIONS.items():
         if lacking & parts.keys():
             continue
         low, high = 0, STEPS  # steps that cost too much, and that may be within
-        cut = shape_at(config, parts, 1.0, importance)
+        cut = shape_at(config, parts, 1.0, columns, importance)
         if (reached := cost(cut)) > share:
             continue
         while high - low > 1:
             middle = (low + high) // 2
-            nearer = shape_at(config, parts, middle / STEPS, importance)
+            nearer = shape_at(config, parts, middle / STEPS, columns, importance)
             if (value := cost(nearer)) <= share:
                 high, cut, reached = middle, nearer, value
             else:
@@ -120,16 +122,33 @@ def candidates(
         )
 
 
+def _columns_of(config: PreTrainedConfig) -> dict[ColumnAxis, int]:
+    """Return the columns of each axis that some module has; a field of a configuration may be that of none."""
+    whole = parameters_of_cut(config, FromTeacher(layers=config.get_text_config().num_hidden_layers))
+    found: dict[ColumnAxis, int] = {}
+    for axis in COLUMN_AXES:
+        total = getattr(widths_of(config), axis)
+        fewer = _multiple(total, GROUPED, 0.5)
+        if fewer < total and parameters_of_cut(config, FromTeacher.model_validate({axis: fewer})) < whole:
+            found[axis] = total
+    return found
+
+
 def shape_at(
-    config: PreTrainedConfig, parts: dict[str, float], way: float, importance: Importance | None
+    config: PreTrainedConfig,
+    parts: dict[str, float],
+    way: float,
+    columns: dict[ColumnAxis, int],
+    importance: Importance | None,
 ) -> FromTeacher:
     """Return the shape `way` (0 to 1) along a proportion, from the whole teacher to `LEAST` of it."""
     full, layers = widths_of(config), config.get_text_config().num_hidden_layers
     kept = {name: 1 - (1 - LEAST) * way * part for name, part in parts.items()}
     kv_heads = max(1, round(full.kv_heads * kept.get("heads", 1.0)))
     heads = kv_heads * full.group
-    columns = _multiple(full.intermediate, 64 if full.intermediate >= 4096 else 8, kept.get("intermediate", 1.0))
-    widths = full._replace(heads=heads, kv_heads=kv_heads, intermediate=columns)
+    share = kept.get("columns", 1.0)
+    narrower = {axis: _multiple(count, 64 if count >= 4096 else 8, share) for axis, count in columns.items()}
+    widths = full._replace(heads=heads, kv_heads=kv_heads, **narrower)
     if (routing := routing_of(config.get_text_config())) is not None:
         experts = int(routing.experts * kept.get("experts", 1.0)) // routing.groups * routing.groups
         widths = widths._replace(experts=max(routing.least, experts))
@@ -157,7 +176,8 @@ def _hidden(config: PreTrainedConfig, widths: Widths, share: float) -> int:
     try:
         student_config(config, layers, widths._replace(hidden=plain))
     except ValueError:
-        return max(widths.heads, _multiple(full, math.lcm(4, widths.heads), min(share, 1 - 1e-9)))
+        step = math.lcm(GROUPED if widths.experts else 4, widths.heads)
+        return max(step, _multiple(full, step, min(share, 1 - 1e-9)))
     return plain
 
 

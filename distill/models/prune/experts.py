@@ -1,14 +1,18 @@
 """Experts of a mixture: their modules and routers, their importance, and a model that never routes to some of them.
 
-An expert's score is the mean over tokens of the weight that its router gives its output, 0 for a token that is routed
-to others:
+With `g_t[e]` the weight that the router gives expert `e` for token `t`, and `T_e` the tokens that are routed to it:
 
-    score[e] = 1 / T  sum_t  g_t[e]  if e is among the experts of token t
+    router_weight   score[e] = 1 / T    sum_{t in T_e}  g_t[e]
+    reap            score[e] = 1 / |T_e|  sum_{t in T_e}  g_t[e] ||f_e(x_t)||_2      0 where no token is routed to e
+    columns         g_t[e] h_t[e, column], aggregated over T_e by the metric of dense MLPs
 
-`g` is as the family computes it: after softmax or sigmoid, normalised over a token's experts or not, scaled or not.
-Sums of router weights over the routed tokens are the weighted expert frequency in the code of REAP (Lasby et al., 2025,
-arXiv 2510.13999, github.com/CerebrasResearch/reap); counting by router weights goes back to SEER-MoE (Muzio et al.,
-2024, arXiv 2404.05089). Every token of a row counts; rows have no padding.
+`g` is as the family computes it: after softmax or sigmoid, normalised over a token's experts or not, scaled or not; `f`
+is an expert's output and `h` the input of its down projection, before they are multiplied by it. `reap` is equation 9
+of Lasby et al., 2025, arXiv 2510.13999 (github.com/CerebrasResearch/reap); sums of router weights are the weighted
+expert frequency there, which goes back to SEER-MoE (Muzio et al., 2024, arXiv 2404.05089). Columns are weighted since
+what they add to the layer's output is: Megatron-Core multiplies the input of the down projection by the router's
+weight, and NVIDIA's ModelOpt scores `moe_ffn_hidden_size` by that input. Every token of a row counts; rows have no
+padding.
 
 With groups (`n_group` of DeepSeek-V3) each keeps equally many of its experts, since a group is so many neighbours.
 """
@@ -24,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from distill.models.prune.scores import Score
 from distill.models.prune.width_layout import Layout
 
 Dropped = Mapping[int, Sequence[int]]  # by layer, indices of experts
@@ -76,54 +81,103 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-class RouterWeights:
-    """Sums of the router's weights for each expert of a layer over tokens.
+class ExpertStatistics:
+    """Statistics of one layer's experts over tokens.
 
     Attributes:
-        total: Sums, float64 [experts].
-        tokens: Number of tokens.
+        tokens: number of tokens.
+        routed: number of tokens that are routed to each expert.
+        weights: Sums of the router's weights, float64 [experts].
+        outputs: Sums of the router's weight times the norm of an expert's output, float64 [experts].
+        columns: Scores of each expert's columns.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.total = torch.zeros(count, dtype=torch.float64, device=device)
-        self.tokens = 0
+        self.tokens, self.routed = 0, [0] * count
+        self.weights, self.outputs = torch.zeros(2, count, dtype=torch.float64, device=device)
+        self.columns = [Score() for _ in range(count)]
 
-    def add(self, index: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add the experts of each token and their weights, both [tokens, experts per token]."""
-        self.total.index_add_(0, index.flatten().long(), weights.flatten().double())
-        self.tokens += index.shape[0]
-
-    def mean(self) -> torch.Tensor:
-        """Return the score of each expert, on the CPU."""
-        return (self.total / self.tokens).cpu()
+    def scores(self, kind: str) -> torch.Tensor:
+        """Return the score of each expert, float64 [experts], by `importance.experts`, on the CPU."""
+        if kind == "reap":
+            return self.outputs.cpu() / torch.tensor(self.routed).clamp_min(1)
+        return (self.weights / self.tokens).cpu()
 
 
 @contextlib.contextmanager
-def router_weights(model: nn.Module, layout: Layout) -> Iterator[dict[int, RouterWeights]]:
-    """Gather the router's weights of every layer while the model runs inside this context.
+def expert_statistics(model: nn.Module, layout: Layout, metric: str) -> Iterator[dict[str, ExpertStatistics]]:
+    """Gather statistics of the experts whose number or columns are cut while the model runs inside this context.
+
+    Experts are computed one after another, whatever the model's implementation of them.
+
+    Args:
+        model: Model, not patched.
+        layout: Its layout.
+        metric: Aggregate of the columns' activations.
 
     Yields:
-        Sums by layer, of the layers that ran.
+        Statistics by module, of those that ran.
+
+    Raises:
+        ValueError: experts that do not follow the interface of transformers' `use_experts_implementation`.
     """
-    found: dict[int, RouterWeights] = {}
-    with contextlib.ExitStack() as hooks:
-        for layer, (name, _, _) in expert_modules(model, layout).items():
-            hook = _hook(found, layer, layout.full.experts, type(model).__name__)
-            hooks.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+    found: dict[str, ExpertStatistics] = {}
+    names = {name for name, mlp in layout.mlps.items() if mlp.experts}
+    if any(layout.on("experts")):
+        names |= {each.experts for each in expert_modules(model, layout).values()}
+    with contextlib.ExitStack() as forwards:
+        for name in sorted(names):
+            module = model.get_submodule(name)
+            if not hasattr(module, "is_transposed") or not hasattr(module, "down_proj"):
+                raise ValueError(
+                    f"student.from_teacher: expected experts that follow transformers' use_experts_implementation, got "
+                    f"{name} ({type(module).__name__}); leave experts and their columns out"
+                )
+            module.__dict__["forward"] = _measured(module, found, name, metric if name in layout.mlps else None)
+            forwards.callback(module.__dict__.pop, "forward")
         yield found
 
 
-def _hook(found: dict[int, RouterWeights], layer: int, count: int, kind: str) -> Callable[..., None]:
-    def hook(module: nn.Module, arguments: tuple[object, ...]) -> None:
-        given = [value for value in arguments[1:] if isinstance(value, torch.Tensor)]
-        if len(given) != 2 or given[0].is_floating_point() or given[0].shape != given[1].shape:
-            raise ValueError(
-                f"student.from_teacher.experts: expected the experts of {kind} to be given each token's experts and "
-                f"their weights, got {[tuple(value.shape) for value in given]}; leave experts out"
-            )
-        found.setdefault(layer, RouterWeights(count, given[0].device)).add(*given)
+def _measured(
+    module: nn.Module, found: dict[str, ExpertStatistics], name: str, metric: str | None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a forward of experts that adds to their statistics; the columns' where there is a metric."""
 
-    return hook
+    def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum [tokens, hidden] of each token's experts, both [tokens, experts per token], by weight."""
+        count, per_token = len(module.down_proj), index.shape[1]  # type: ignore[arg-type]
+        mine = found.setdefault(name, ExpertStatistics(count, index.device))
+        mine.tokens += len(index)
+        mine.weights.index_add_(0, index.flatten(), weights.flatten().double())
+        sums = torch.zeros_like(hidden)
+        places = index.flatten().argsort(stable=True)
+        for expert, of_expert in enumerate(places.split(index.flatten().bincount(minlength=count).tolist())):
+            if not len(of_expert):
+                continue
+            tokens, weight = of_expert // per_token, weights.flatten()[of_expert, None]
+            inner = _inner(module, hidden[tokens], expert)
+            output = _project(module, "down_proj", inner, expert)
+            mine.routed[expert] += len(tokens)
+            mine.outputs[expert] += (weight * output.float().norm(dim=-1, keepdim=True)).sum()
+            if metric is not None:
+                mine.columns[expert].add(inner * weight, metric)
+            sums.index_add_(0, tokens, (output * weight).to(sums.dtype))
+        return sums
+
+    return forward
+
+
+def _inner(module: nn.Module, inputs: torch.Tensor, expert: int) -> torch.Tensor:
+    """Return the input of an expert's down projection, [tokens, columns]."""
+    if module.has_gate:
+        return module._apply_gate(_project(module, "gate_up_proj", inputs, expert))  # type: ignore[operator]
+    return module.act_fn(_project(module, "up_proj", inputs, expert))  # type: ignore[operator]
+
+
+def _project(module: nn.Module, name: str, inputs: torch.Tensor, expert: int) -> torch.Tensor:
+    weight = getattr(module, name)[expert]
+    output = inputs @ weight if module.is_transposed else F.linear(inputs, weight)
+    return output + getattr(module, f"{name}_bias")[expert] if module.has_bias else output
 
 
 def largest_experts(scores: torch.Tensor, count: int, groups: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Choice of the parts of a teacher that a student keeps: activations and losses on rows of the training data.
 
 Widths (Muralidharan et al., 2024, arXiv 2407.14679; Sreenivas et al., 2024, arXiv 2408.11796): a unit's score is its
-activation, aggregated over tokens by `metric`:
+activation, aggregated over tokens by `metric` (`scores.py`):
 
     hidden channel      |output of a norm|, summed over all norms of hidden states
     head                Euclidean norm of its output, as the output projection reads it
@@ -9,8 +9,8 @@ activation, aggregated over tokens by `metric`:
 
 On SmolLM2-135M-Instruct (GSM8K, KL before training by `l2`, `mean`): 468 of 576 channels 1.64, 1.68; 2 of 3 key and
 value heads 1.02, 1.37; 1024 of 1536 columns 0.47, 0.43. Scores times the norms of the weights that read them (columns
-0.44, heads 1.41 by `l2`) are no better overall. Experts are scored by the weights that their
-router gives them (`experts.py`).
+0.44, heads 1.41 by `l2`) are no better overall. Experts and their columns are scored by the tokens that are routed to
+them (`experts.py`).
 
 Key and value heads count by the sum over the heads that share them. Layers: the forward KL from the full teacher
 without each layer, on the calibration rows; the layer without which it is smallest goes, and the rest is measured
@@ -23,6 +23,7 @@ Everything is measured row by row, in the teacher's dtype, without gradients; fu
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -36,14 +37,16 @@ from distill.core.eval_mode import eval_mode
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import LogitTransform, bare, decoder_of, find_head, probe_logits, read_head
 from distill.models.layers import find_layers, layer_indices
-from distill.models.prune.experts import largest_experts, router_weights
+from distill.models.prune.experts import expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection
 from distill.models.prune.routing import routing_of
+from distill.models.prune.scores import Score
 from distill.models.prune.width_layout import Layout
 from distill.models.prune.width_trial import axes_of, verified_layout
-from distill.models.prune.widths import Widths, target_widths, widths_of
+from distill.models.prune.widths import COLUMN_AXES, Widths, target_widths, widths_of
 from distill.recipe import FromTeacher, Importance
 
+log = logging.getLogger(__name__)
 Row = Mapping[str, Sequence[int]]  # `input_ids`, `labels` and `position_ids`, of one length
 
 
@@ -105,7 +108,7 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
         if cut.keep is None and cut.layers is not None:
             layers = _choose_layers(trial, rows[: settings.layer_rows], shape.layers)
         if shape.widths is None or shape.layout is None:
-            return Selection(layers, None, {}, {})
+            return Selection(layers, None, {}, {}, {})
         trial.dropped = set(range(trial.total)) - set(layers)
         scores = _measure(model, trial, shape.layout, rows, settings)
     routing = routing_of(config.get_text_config())
@@ -240,97 +243,60 @@ def _choose_layers(trial: LayerTrial, rows: Sequence[Row], count: int) -> list[i
     return kept
 
 
-class _Score:
-    """Aggregate of activations over tokens, float64 [units].
-
-    Attributes:
-        total: Sum by the metric.
-        share: mean of each entry's square over the mean square of all, of a norm's input.
-    """
-
-    def __init__(self) -> None:
-        self.total: torch.Tensor | None = None
-        self.share: torch.Tensor | None = None
-        self.tokens = self.rows = 0
-
-    def add(self, activations: torch.Tensor, metric: str) -> None:
-        """Add the magnitudes [tokens, units] of one row."""
-        each = activations.float()
-        found = each.square().sum(0) if metric == "l2" else each.abs().sum(0)
-        found = found.double()
-        if metric == "mean_l2":
-            found = (found / len(each)).square()
-        self.total = found if self.total is None else self.total + found
-        self.tokens += len(each)
-        self.rows += 1
-
-    def add_share(self, inputs: torch.Tensor) -> None:
-        """Add a norm's input [tokens, channels]."""
-        square = inputs.float().square()
-        found = (square / square.mean(-1, keepdim=True).clamp_min(1e-30)).sum(0).double()
-        self.share = found if self.share is None else self.share + found
-
-    def value(self, metric: str) -> torch.Tensor:
-        """Return the score of each unit."""
-        assert self.total is not None
-        if metric == "mean":
-            return self.total / self.tokens
-        return (self.total / (self.tokens if metric == "l2" else self.rows)).sqrt()
-
-
 class Scores(NamedTuple):
-    """Scores of a teacher's parts on the calibration rows.
+    """Scores of a teacher's parts on the calibration rows, float64, on the CPU.
 
     Attributes:
-        hidden: Scores of hidden channels, float64 [hidden], on the CPU; None where they are not cut.
+        hidden: Scores of hidden channels, [hidden]; None where they are not cut.
         heads: Scores of heads, by layer.
-        columns: Scores of MLP columns, by layer.
+        columns: Scores of columns, [experts, columns] by module, [1, columns] of a dense or shared MLP.
         experts: Scores of experts, by layer.
-        shares: Shares by the name of a norm over a cut axis: `_Score.share`, divided by the tokens.
+        shares: Shares by the name of a norm over a cut axis: `Score.share`, divided by the tokens.
     """
 
     hidden: torch.Tensor | None
     heads: dict[int, torch.Tensor]
-    columns: dict[int, torch.Tensor]
+    columns: dict[str, torch.Tensor]
     experts: dict[int, torch.Tensor]
     shares: dict[str, torch.Tensor]
 
 
 def _measure(model: nn.Module, trial: LayerTrial, layout: Layout, rows: Sequence[Row], settings: Importance) -> Scores:
+    metric = settings.metric
     norms = {name: (module, block.axis) for name, module, block in layout.norms(model)}
-    readers: dict[str, dict[int, tuple[str, int]]] = {
-        axis: layout.readers(model, axis) if any(layout.on(axis)) else {} for axis in ("heads", "intermediate")
-    }
-    found = {name: _Score() for name in [*norms, *(name for of in readers.values() for name, _ in of.values())]}
+    heads = layout.readers(model, "heads")
+    columns = {place: name for axis in COLUMN_AXES for place, name in layout.readers(model, axis).items()}
+    found = {name: Score() for name in (*norms, *heads.values(), *columns.values())}
     with contextlib.ExitStack() as hooks:
         for name, (module, _) in norms.items():
-            hooks.enter_context(_hooked(module, _norm_hook(found[name], settings.metric)))
-        for axis, layers in readers.items():
-            for name, unit in layers.values():
-                module = model.get_submodule(name)
-                hooks.enter_context(_hooked(module, _reader_hook(found[name], unit, axis, settings.metric)))
-        routed = hooks.enter_context(router_weights(model, layout)) if any(layout.on("experts")) else {}
+            hooks.enter_context(_hooked(module, _norm_hook(found[name], metric)))
+        for name in heads.values():
+            unit = layout.dims[f"{name}.weight"][-1][0].unit
+            hooks.enter_context(_hooked(model.get_submodule(name), _reader_hook(found[name], unit, metric)))
+        for name in columns.values():
+            hooks.enter_context(_hooked(model.get_submodule(name), _reader_hook(found[name], None, metric)))
+        routed = hooks.enter_context(expert_statistics(model, layout, metric))
         for row in rows:
             trial.hidden(row)
-    hidden = [
-        found[name].value(settings.metric).cpu()
-        for name, (_, axis) in norms.items()
-        if axis == "hidden" and found[name].rows
-    ]
-    by_layer = {
-        axis: {
-            layer: found[name].value(settings.metric).cpu() for layer, (name, _) in layers.items() if found[name].rows
-        }
-        for axis, layers in readers.items()
-    }
-    shares = {
-        name: score.share.cpu() / score.tokens
-        for name, score in found.items()
-        if name in norms and score.share is not None
-    }
-    channels = torch.stack(hidden).sum(0) if hidden else None
-    experts = {layer: weights.mean() for layer, weights in routed.items()}
-    return Scores(channels, by_layer["heads"], by_layer["intermediate"], experts, shares)
+    values = {name: score.value(metric) for name, score in found.items() if score.rows}  # of layers that stay
+    hidden = [values[name] for name, (_, axis) in norms.items() if axis == "hidden" and name in values]
+    of_mlps = {place: values[name][None] for place, name in columns.items() if name in values}
+    experts: dict[int, torch.Tensor] = {}
+    for name, each in routed.items():
+        layer = layout.layer_of(name + ".")
+        assert layer is not None
+        experts[layer] = each.scores(settings.experts)
+        if name in layout.mlps:
+            none = torch.zeros(layout.mlps[name].total, dtype=torch.float64)
+            of_mlps[name] = torch.stack([score.value(metric) if score.rows else none for score in each.columns])
+    shares = {name: found[name].share for name in norms}
+    return Scores(
+        torch.stack(hidden).sum(0) if hidden else None,
+        {int(place.removeprefix(layout.prefix)): values[name] for place, name in heads.items() if name in values},
+        of_mlps,
+        experts,
+        {name: share.cpu() / found[name].tokens for name, share in shares.items() if share is not None},
+    )
 
 
 @contextlib.contextmanager
@@ -342,7 +308,7 @@ def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
         handle.remove()
 
 
-def _norm_hook(score: _Score, metric: str) -> Callable[..., None]:
+def _norm_hook(score: Score, metric: str) -> Callable[..., None]:
     def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         score.add(output.flatten(0, -2), metric)
         score.add_share(arguments[0].flatten(0, -2))
@@ -350,10 +316,12 @@ def _norm_hook(score: _Score, metric: str) -> Callable[..., None]:
     return hook
 
 
-def _reader_hook(score: _Score, unit: int, axis: str, metric: str) -> Callable[..., None]:
+def _reader_hook(score: Score, unit: int | None, metric: str) -> Callable[..., None]:
+    """Return a hook that adds the inputs of a linear layer, or the norms of every `unit` of them."""
+
     def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         read = arguments[0].flatten(0, -2)
-        if axis == "heads":
+        if unit is not None:
             read = torch.linalg.vector_norm(read.unflatten(-1, (-1, unit)), dim=-1, dtype=torch.float32)
         score.add(read, metric)
 
@@ -365,10 +333,6 @@ def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: La
     full = layout.full
     hidden = None if widths.hidden == full.hidden else _largest(scores.hidden, widths.hidden)
     parts: dict[str, dict[int, Sequence[int]]] = {}
-    if widths.intermediate != full.intermediate:
-        parts["intermediate"] = {
-            n: _largest(scores.columns[n], widths.intermediate) for n in layers if n in scores.columns
-        }
     if widths.experts != full.experts:
         found = {n: scores.experts[n] for n in layers if n in scores.experts}
         parts["experts"] = {n: largest_experts(score, widths.experts, groups) for n, score in found.items()}
@@ -378,7 +342,22 @@ def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: La
             if number in scores.heads:
                 heads, kv_heads = _largest_heads(scores.heads[number], full, widths)
                 parts["heads"][number], parts["kv_heads"][number] = heads, kv_heads
-    selection = Selection(list(layers), hidden, parts, {})
+    columns: dict[str, list[list[int]]] = {}
+    stays, unreached = parts.get("experts", {}), 0
+    for name, each in scores.columns.items():
+        axis, total, experts = layout.mlps[name]
+        kept = total * getattr(widths, axis) // getattr(full, axis)
+        columns[name] = [_largest(row, kept) for row in each]
+        layer = layout.layer_of(name + ".")
+        assert layer is not None
+        unreached += sum(not bool(each[n].any()) for n in stays.get(layer, range(experts))) if experts else 0
+    if unreached:
+        log.warning(
+            "no token of the calibration rows reaches %d of the experts, which keep their first columns; raise "
+            "student.from_teacher.importance.rows",
+            unreached,
+        )
+    selection = Selection(list(layers), hidden, parts, columns, {})
     return selection._replace(norms=_norm_factors(scores, selection, layout))
 
 
@@ -403,7 +382,7 @@ def _norm_factors(scores: Scores, selection: Selection, layout: Layout) -> dict[
     factors = {}
     for name, share in scores.shares.items():
         (axis,) = {block.axis for blocks in layout.dims[f"{name}.weight"] for block in blocks}
-        kept = selection.kept(layout.layer_of(name + ".")).get(axis)
+        kept = selection.kept(f"{name}.weight", layout).get(axis)
         if kept is not None:
             units = share.view(getattr(layout.full, axis), -1)
             factors[name] = math.sqrt(float(units[list(kept)].mean()))

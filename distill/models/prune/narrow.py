@@ -1,8 +1,8 @@
 """A student with the chosen parts of its teacher: layers, hidden channels, heads, MLP columns, experts.
 
-Dropping heads or MLP columns is exact: the student computes what its teacher computes with the outputs of those heads
-or columns set to zero. So is dropping experts: routers give no token to them. Dropping hidden channels changes three
-things beside:
+Dropping heads or columns of MLPs and experts is exact: the student computes what its teacher computes with the outputs
+of those heads or columns set to zero. So is dropping experts: routers give no token to them. Dropping hidden channels
+changes three things beside:
 
     RMSNorm     divides by the root mean square over the kept channels in place of all. With `norms` its weight is
                 multiplied by the ratio of the two, sqrt(mean over the kept of E[x_i^2 / mean(x^2)]), measured on the
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,8 +30,8 @@ from distill.models.head import bare, decoder_of, find_head
 from distill.models.layers import find_layers
 from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
 from distill.models.prune.pruning import cut_layers
-from distill.models.prune.width_layout import Axis, Layout, entries
-from distill.models.prune.widths import Widths
+from distill.models.prune.width_layout import Axis, Layout, entries, mlp_of
+from distill.models.prune.widths import COLUMN_AXES, Widths
 
 
 class Selection(NamedTuple):
@@ -40,36 +40,66 @@ class Selection(NamedTuple):
     Attributes:
         layers: indices, ascending.
         hidden: indices of hidden channels, ascending; None for all.
-        parts: for `heads`, `kv_heads`, `intermediate` and `experts`, by the teacher's layer, the indices that stay,
-            ascending; an axis that is not cut is absent.
+        parts: for `heads`, `kv_heads` and `experts`, by the teacher's layer, the indices that stay, ascending; an axis
+            that is not cut is absent.
+        columns: by the teacher's module, for each of its experts (of a dense or shared MLP once) the columns that stay,
+            ascending; a module whose columns are not cut is absent.
         norms: factors of norms' weights, by the teacher's names.
     """
 
     layers: Sequence[int]
     hidden: Sequence[int] | None
     parts: Mapping[str, Mapping[int, Sequence[int]]]
+    columns: Mapping[str, Sequence[Sequence[int]]]
     norms: Mapping[str, float]
 
-    def kept(self, layer: int | None) -> dict[str, Sequence[int]]:
-        """Return the indices that stay in a layer (None: outside of layers), by axis."""
+    def kept(self, name: str, layout: Layout) -> dict[str, Sequence[int]]:
+        """Return the indices that stay in a parameter, by axis; without the columns of experts."""
         found = {} if self.hidden is None else {"hidden": self.hidden}
-        if layer is None:
-            return found
-        return found | {axis: layers[layer] for axis, layers in self.parts.items() if layer in layers}
+        layer = layout.layer_of(name)
+        found |= {axis: layers[layer] for axis, layers in self.parts.items() if layer is not None and layer in layers}
+        columns = self.columns.get(mlp_of(name))
+        if columns is not None and not layout.mlps[mlp_of(name)].experts:
+            found[layout.mlps[mlp_of(name)].axis] = columns[0]
+        return found
+
+    def narrowing(self, layout: Layout) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Return the function that makes a student's parameter of the teacher's parameter of a name."""
+
+        def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            kept = self.kept(name, layout)
+            for dim, blocks in enumerate(layout.dims.get(name, ())):
+                if any(block.axis in kept for block in blocks):
+                    tensor = _select(tensor, dim, entries(blocks, kept))
+                elif any(block.axis in COLUMN_AXES for block in blocks) and mlp_of(name) in self.columns:
+                    columns = self.columns[mlp_of(name)]
+                    of_each = [entries(blocks, {blocks[0].axis: row}) for row in columns]
+                    stay = kept.get("experts", range(len(columns)))
+                    # the experts are those that stay already: theirs is the first dimension
+                    tensor = torch.stack(
+                        [_select(part, dim - 1, of_each[e]) for part, e in zip(tensor, stay, strict=True)]
+                    )
+            return tensor
+
+        return narrow
 
     def to_json(self) -> str:
         """Return the selection as JSON."""
         parts = {axis: {str(layer): list(kept) for layer, kept in of.items()} for axis, of in self.parts.items()}
+        columns = {name: [list(row) for row in rows] for name, rows in self.columns.items()}
         hidden = None if self.hidden is None else list(self.hidden)
-        values = {"layers": list(self.layers), "hidden": hidden, "parts": parts, "norms": dict(self.norms)}
-        return json.dumps(values)
+        return json.dumps(self._replace(parts=parts, columns=columns, hidden=hidden)._asdict())  # type: ignore[arg-type]
 
     @staticmethod
     def from_json(text: str) -> Selection:
         """Return the selection that `to_json` wrote."""
         values = json.loads(text)
         parts = {axis: {int(layer): kept for layer, kept in of.items()} for axis, of in values["parts"].items()}
-        return Selection(values["layers"], values["hidden"], parts, values["norms"])
+        return Selection(**values | {"parts": parts})
+
+
+def _select(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
+    return tensor.index_select(dim, torch.tensor(index, device=tensor.device))
 
 
 def cut_parts(
@@ -89,15 +119,7 @@ def cut_parts(
     """
     _check_norms(teacher, layout)
 
-    def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        kept = selection.kept(layout.layer_of(name))
-        for dim, blocks in enumerate(layout.dims.get(name, ())):
-            if any(block.axis in kept for block in blocks):
-                index = torch.tensor(entries(blocks, kept, layout.full), device=tensor.device)
-                tensor = tensor.index_select(dim, index)
-        return tensor
-
-    student = cut_layers(teacher, selection.layers, dtype, widths=widths, narrow=narrow)
+    student = cut_layers(teacher, selection.layers, dtype, widths=widths, narrow=selection.narrowing(layout))
     forms: dict[type, str] = {}
     for name, module, _ in layout.norms(teacher):
         factor = selection.norms.get(name, 1.0)

@@ -1,9 +1,13 @@
-"""Layout of a decoder's parameters: the dimensions that hold hidden channels, heads, MLP columns or experts.
+"""Layout of a decoder's parameters: the dimensions that hold hidden channels, heads, columns of MLPs or experts.
 
 No family is known by name. A dimension holds hidden channels if it is as many entries longer where the configuration
-has more of them, and likewise for heads, key and value heads, MLP columns and experts: the model is built without
-memory from configurations that differ in one of these. A dimension that holds several parts (`[gate; up]`, `[q; k; v]`)
-is a sequence of blocks, in one of two orders that `width_trial.py` tells apart by running a small model.
+has more of them, and likewise for heads, key and value heads, columns and experts: the model is built without memory
+from configurations that differ in one of these. A dimension that holds several parts (`[gate; up]`, `[q; k; v]`) is a
+sequence of blocks, in one of two orders that `width_trial.py` tells apart by running a small model.
+
+The columns of an MLP are those of one module: of a dense or shared MLP, whose parameters are those of linear layers, or
+of all experts of a layer, whose parameters are `[experts, ...]` and of which each has columns of its own. Shared
+experts may have a multiple of the configuration's columns.
 """
 
 from __future__ import annotations
@@ -20,16 +24,18 @@ from distill.core.errors import first_line
 from distill.models.head import attention_sizes
 from distill.models.layers import find_layers
 from distill.models.patch.swaps import epsilon_of
-from distill.models.prune.widths import Widths, widths_of, with_widths
+from distill.models.prune.widths import COLUMN_AXES, COLUMN_FIELDS, Widths, widths_of, with_widths
 
-Axis = Literal["hidden", "heads", "kv_heads", "intermediate", "experts"]
+Axis = Literal[
+    "hidden", "heads", "kv_heads", "intermediate", "moe_intermediate", "shared_expert_intermediate", "experts"
+]
 Order = Literal["blocks", "interleaved"]
-FIELDS = {
+FIELDS: dict[Axis, str] = {
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
-    "intermediate": "intermediate_size",
     "experts": "the number of experts",
 }
+FIELDS |= {axis: names[0] for axis, names in COLUMN_FIELDS.items()}
 
 
 class Block(NamedTuple):
@@ -38,13 +44,29 @@ class Block(NamedTuple):
     Attributes:
         axis: Axis that the entries belong to.
         unit: entries of each.
+        total: number of channels, heads or columns.
     """
 
     axis: Axis
     unit: int
+    total: int
 
 
 Dims = tuple[tuple[Block, ...], ...]  # by dimension; empty for one that no width changes
+
+
+class Columns(NamedTuple):
+    """Columns of one module.
+
+    Attributes:
+        axis: Axis that they are cut by.
+        total: number of columns, of each expert where it holds experts.
+        experts: number of experts of a module with parameters `[experts, ...]`; 0 for a dense or shared MLP.
+    """
+
+    axis: Axis
+    total: int
+    experts: int
 
 
 class Layout(NamedTuple):
@@ -54,11 +76,13 @@ class Layout(NamedTuple):
         dims: Dimensions of the parameters that a width changes, by name.
         prefix: Prefix of the parameter names in layers, before the layer's number.
         full: the model's widths.
+        mlps: Columns that are cut, by the name of their module.
     """
 
     dims: Mapping[str, Dims]
     prefix: str
     full: Widths
+    mlps: Mapping[str, Columns]
 
     def layer_of(self, name: str) -> int | None:
         """Return the number of the layer that a parameter belongs to; None outside of them."""
@@ -71,29 +95,34 @@ class Layout(NamedTuple):
             if any(block.axis == axis for blocks in dims for block in blocks):
                 yield name
 
-    def readers(self, model: nn.Module, axis: Axis) -> dict[int, tuple[str, int]]:
-        """Return by layer the linear layer that reads the heads or columns, by name, and the entries of each.
+    def readers(self, model: nn.Module, axis: Axis) -> dict[str, str]:
+        """Return the linear layers that read the heads, by the prefix of their layer, or the columns, by their module.
+
+        Modules of experts are not among them.
 
         Raises:
-            ValueError: a layer in which not exactly one linear layer reads them.
+            ValueError: a layer or module in which not exactly one linear layer reads them.
         """
-        found: dict[int, list[tuple[str, int]]] = {}
+        found: dict[str, list[str]] = {}
         for name in self.on(axis):
             owner, _, leaf = name.rpartition(".")
-            layer, blocks = self.layer_of(name), self.dims[name][-1]
+            layer = self.layer_of(name)
             if layer is None:
                 raise ValueError(f"student.from_teacher: {name} outside of layers has {axis}; leave {axis} out")
-            here = found.setdefault(layer, [])
+            place = mlp_of(name) if axis in COLUMN_AXES else f"{self.prefix}{layer}"
+            if place in self.mlps and self.mlps[place].experts:
+                continue
+            here = found.setdefault(place, [])
             is_linear = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear)
-            if is_linear and [block.axis for block in blocks] == [axis]:
-                here.append((owner, blocks[0].unit))
-        for layer, readers in found.items():
+            if is_linear and [block.axis for block in self.dims[name][-1]] == [axis]:
+                here.append(owner)
+        for place, readers in found.items():
             if len(readers) != 1:
                 raise ValueError(
-                    f"student.from_teacher: expected one linear layer that reads the {axis} of layer {layer}, got "
-                    f"{[name for name, _ in readers] or 'none'}; {axis} of {type(model).__name__} cannot be cut"
+                    f"student.from_teacher: expected one linear layer that reads the {axis} of {place}, got "
+                    f"{readers or 'none'}; {axis} of {type(model).__name__} cannot be cut"
                 )
-        return {layer: readers[0] for layer, readers in sorted(found.items())}
+        return {place: readers[0] for place, readers in found.items()}
 
     def norms(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Block]]:
         """Yield the norms over channels or heads that may be cut, by name, and what their weight is over."""
@@ -104,18 +133,22 @@ class Layout(NamedTuple):
                 yield owner, module, dims[0][0]
 
 
-def entries(blocks: Sequence[Block], kept: Mapping[str, Sequence[int]], full: Widths) -> list[int]:
+def mlp_of(name: str) -> str:
+    """Return the module whose columns a parameter has: of a linear layer's the module around it, else its own."""
+    owner, _, leaf = name.rpartition(".")
+    return owner.rpartition(".")[0] if leaf in ("weight", "bias") else owner
+
+
+def entries(blocks: Sequence[Block], kept: Mapping[str, Sequence[int]]) -> list[int]:
     """Return the entries of a dimension that belong to the kept channels, heads or columns, ascending.
 
     Args:
         blocks: Blocks of the dimension.
         kept: Kept indices by axis; an absent axis is kept whole.
-        full: number of each before the cut.
     """
     found: list[int] = []
     start = 0
-    for axis, unit in blocks:
-        total = getattr(full, axis)
+    for axis, unit, total in blocks:
         for number in kept.get(axis, range(total)):
             found.extend(range(start + number * unit, start + (number + 1) * unit))
         start += total * unit
@@ -136,51 +169,83 @@ def without_memory(config: PreTrainedConfig) -> nn.Module:
         raise ValueError(f"student.from_teacher: {type(config).__name__} cannot have other widths: {cause}") from error
 
 
-def find_layout(config: PreTrainedConfig, axes: Collection[Axis], orders: Mapping[str, Order]) -> Layout:
-    """Return the layout of a configuration's model for the axes that will be cut.
+class Growth:
+    """Growth of the parameters of a configuration's model with each width, from models that differ in one of them.
 
     Args:
         config: Configuration of transformers.
-        axes: Axes among hidden, heads, intermediate and experts; heads includes `kv_heads`.
-        orders: by axis: of a dimension with several parts for each head or column, one part of all after the other, or
-            all parts of each.
+        axes: Axes that will be cut, without `kv_heads`, which heads include.
 
     Raises:
         ValueError: a parameter whose size follows from a width in another way, by name.
     """
-    full = widths_of(config)
-    model = without_memory(config)
-    slopes = {name: [_Slope(size) for size in shape] for name, shape in _shapes(model).items()}
-    before = full
-    wide = full._replace(hidden=2 * full.hidden)
-    changes: list[tuple[Axis, Widths]] = [("hidden", wide)] if {"hidden", "heads"} & set(axes) else []
-    if "heads" in axes:
-        # of twice as many hidden channels, since some configurations require a multiple of the heads
-        changes.append(("heads", wide._replace(heads=2 * full.heads)))
-        if getattr(config.get_text_config(), "num_key_value_heads", None) is not None:
-            changes.append(("kv_heads", changes[-1][1]._replace(kv_heads=2 * full.kv_heads)))
-    shapes = _shapes(model)
-    for axis, widths in changes:
-        after = _shapes(without_memory(with_widths(config, widths)))
-        _note(slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
-        before, shapes = widths, after
-    apart: list[tuple[Axis, Widths]] = [
-        ("intermediate", full._replace(intermediate=2 * full.intermediate)),
-        ("experts", full._replace(experts=2 * full.experts)),
-    ]
-    for axis, widths in apart:
-        if axis in axes:
+
+    def __init__(self, config: PreTrainedConfig, axes: Collection[Axis]) -> None:
+        self.full = full = widths_of(config)
+        self.head_width = attention_sizes(config.get_text_config())[2]
+        self.axes = axes
+        self.model = model = without_memory(config)
+        self._slopes = {name: [_Slope(size) for size in shape] for name, shape in _shapes(model).items()}
+        before = full
+        wide = full._replace(hidden=2 * full.hidden)
+        changes: list[tuple[Axis, Widths]] = [("hidden", wide)] if {"hidden", "heads"} & set(axes) else []
+        if "heads" in axes:
+            # of twice as many hidden channels, since some configurations require a multiple of the heads
+            changes.append(("heads", wide._replace(heads=2 * full.heads)))
+            if getattr(config.get_text_config(), "num_key_value_heads", None) is not None:
+                changes.append(("kv_heads", changes[-1][1]._replace(kv_heads=2 * full.kv_heads)))
+        shapes = _shapes(model)
+        for axis, widths in changes:
             after = _shapes(without_memory(with_widths(config, widths)))
-            _note(slopes, axis, (_shapes(model), after), getattr(full, axis))
-    head_width = attention_sizes(config.get_text_config())[2]
-    cut = {*axes} | ({"kv_heads"} if "heads" in axes else set())
-    dims: dict[str, Dims] = {}
-    for name, found in slopes.items():
-        held = [slope.blocks(f"{name} of {type(model).__name__}", full, head_width, orders) for slope in found]
-        dims[name] = tuple(tuple(block for block in blocks if block.axis in cut) for blocks in held)
-    layout = Layout({name: found for name, found in dims.items() if any(found)}, find_layers(model)[0] + ".", full)
-    _check(layout, model, axes)
-    return layout
+            _note(self._slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
+            before, shapes = widths, after
+        apart: tuple[Axis, ...] = (*COLUMN_AXES, "experts")
+        for axis in apart:
+            if axis in axes:
+                more = getattr(full, axis)
+                after = _shapes(without_memory(with_widths(config, full._replace(**{axis: 2 * more}))))
+                _note(self._slopes, axis, (_shapes(model), after), more)
+        self.mlps = self._mlps()
+
+    def _mlps(self) -> dict[str, Columns]:
+        """Return the columns of every module that has some; a module's own are the fewest of its parameters."""
+        found: dict[str, Columns] = {}
+        for name, dims in self._slopes.items():
+            for axis in COLUMN_AXES:
+                for slope in [dim.by[axis] for dim in dims if axis in dim.by]:
+                    place = mlp_of(name)
+                    mine = found.get(place, Columns(axis, slope * getattr(self.full, axis), 0))
+                    if mine.axis != axis:
+                        raise ValueError(
+                            f"student.from_teacher.{axis}: {place} has columns of {mine.axis} as well; leave {axis} out"
+                        )
+                    total = min(mine.total, slope * getattr(self.full, axis))
+                    found[place] = Columns(axis, total, dims[0].size if len(dims) > 2 else mine.experts)
+        return found
+
+    def layout(self, orders: Mapping[str, Order]) -> Layout:
+        """Return the layout of the axes that will be cut.
+
+        Args:
+            orders: by axis: of a dimension with several parts for each head or column, one part of all after the other,
+                or all parts of each.
+
+        Raises:
+            ValueError: a parameter whose size follows from a width in another way, by name.
+        """
+        cut = {*self.axes} | ({"kv_heads"} if "heads" in self.axes else set())
+        dims: dict[str, Dims] = {}
+        for name, found in self._slopes.items():
+            columns = self.mlps.get(mlp_of(name))
+            held = [
+                slope.blocks(f"{name} of {type(self.model).__name__}", self.full, self.head_width, columns, orders)
+                for slope in found
+            ]
+            dims[name] = tuple(tuple(block for block in blocks if block.axis in cut) for blocks in held)
+        prefix = find_layers(self.model)[0] + "."
+        layout = Layout({name: found for name, found in dims.items() if any(found)}, prefix, self.full, self.mlps)
+        _check(layout, self.model, self.axes)
+        return layout
 
 
 class _Slope:
@@ -190,8 +255,10 @@ class _Slope:
         self.size = size
         self.by: dict[Axis, int] = {}
 
-    def blocks(self, name: str, full: Widths, head_width: int, orders: Mapping[str, Order]) -> tuple[Block, ...]:
-        """Return the dimension's blocks."""
+    def blocks(
+        self, name: str, full: Widths, head_width: int, columns: Columns | None, orders: Mapping[str, Order]
+    ) -> tuple[Block, ...]:
+        """Return the dimension's blocks; of columns there are `columns.total` in a block."""
         if not self.by:
             return ()
         if self.size != sum(getattr(full, axis) * slope for axis, slope in self.by.items()):
@@ -202,13 +269,18 @@ class _Slope:
         if "hidden" in self.by:
             if self.by != {"hidden": 1}:
                 raise ValueError(f"student.from_teacher.hidden: {name} has {self.by} entries for each; leave it out")
-            return (Block("hidden", 1),)
+            return (Block("hidden", 1, full.hidden),)
         made: list[Block] = []
         unit = self.by.get("heads", head_width)
         for axis, slope in self.by.items():
-            part = 1 if axis in ("intermediate", "experts") else head_width if len(self.by) == 1 else unit
+            total, part = getattr(full, axis), head_width if len(self.by) == 1 else unit
+            if axis in COLUMN_AXES:
+                assert columns is not None
+                total, slope, part = columns.total, slope * total // columns.total, 1
+            elif axis == "experts":
+                part = 1
             apart = orders.get("heads" if axis == "kv_heads" else axis) == "blocks" and slope % part == 0
-            made += [Block(axis, part)] * (slope // part) if apart else [Block(axis, slope)]
+            made += [Block(axis, part, total)] * (slope // part) if apart else [Block(axis, slope, total)]
         return tuple(made)
 
 
@@ -247,9 +319,4 @@ def _check(layout: Layout, model: nn.Module, axes: Collection[Axis]) -> None:
             raise ValueError(
                 f"student.from_teacher: {name} maps hidden channels to hidden channels ({kind} takes no head_dim of "
                 "its own, or mixes channels); its widths cannot be cut"
-            )
-        if len(dims) > 2 and any("intermediate" in each for each in held):
-            raise ValueError(
-                f"student.from_teacher.intermediate: {name} has the columns of experts, which are not cut; leave "
-                "intermediate out"
             )

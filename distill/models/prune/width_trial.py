@@ -3,12 +3,14 @@
 The small model has the configuration's own parts, a few layers and narrow ones, and random weights. In it everything
 that belongs to some channels, heads and columns is set to zero: what is left computes nothing with them, and the model
 cut to the others must give the same logits. Experts are not set to zero: the routers of what is compared give them the
-logit -inf. A family whose modules are made up in a way that nobody told us about is refused by that, in place of being
-cut into nonsense.
+logit -inf. In what is compared experts compute as where they are scored (`experts.py`), in the model that was cut as
+the family does. A family whose modules are made up in a way that nobody told us about is refused by that, in place of
+being cut into nonsense.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection
 
@@ -19,14 +21,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from distill.core.errors import first_line
 from distill.models.layers import layers_to_keep
 from distill.models.patch.swaps import EPSILONS
-from distill.models.prune.experts import MaskedRouters, expert_modules, largest_experts, router_weights
+from distill.models.prune.experts import MaskedRouters, expert_modules, expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config
 from distill.models.prune.routing import routing_of
-from distill.models.prune.width_layout import Axis, Layout, Order, entries, find_layout
-from distill.models.prune.widths import Widths, widths_of, with_widths
+from distill.models.prune.width_layout import Axis, Growth, Layout, Order
+from distill.models.prune.widths import COLUMN_AXES, Widths, widths_of, with_widths
 
 LAYERS = 4
+COLUMNS, KEPT = 48, 32  # of a small model, on each axis of columns
 TOLERANCE = 1e-3  # relative, of float32
 EPSILON = 1e-12  # of the small models' norms, whose own epsilons a cut does not scale
 ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
@@ -38,7 +41,7 @@ def verified_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
 
     Args:
         config: Configuration of the teacher.
-        axes: Axes to cut, among hidden, heads, intermediate and experts.
+        axes: Axes to cut, without `kv_heads`, which heads include.
 
     Raises:
         ValueError: a model that cannot be cut, with the module or with the error of the small model.
@@ -59,24 +62,26 @@ def verified_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
 
 def axes_of(full: Widths, widths: Widths) -> list[Axis]:
     """Return the axes along which a cut makes a model narrower; heads stand for their keys and values as well."""
-    cut: list[Axis] = [
-        axis for axis in ("hidden", "intermediate", "experts") if getattr(full, axis) != getattr(widths, axis)
-    ]
+    alone: tuple[Axis, ...] = ("hidden", *COLUMN_AXES, "experts")
+    cut: list[Axis] = [axis for axis in alone if getattr(full, axis) != getattr(widths, axis)]
     heads = (full.heads, full.kv_heads) != (widths.heads, widths.kv_heads)
     return [*cut, "heads"] if heads else cut
 
 
 def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
     tried: list[str] = []
-    several = [axis for axis in ("heads", "intermediate") if axis in axes]
+    several = [axis for axis in ("heads", *COLUMN_AXES) if axis in axes]
+    growth = Growth(config, axes)
     found: list[Layout] = []
-    for orders in itertools.product(ORDERS, repeat=len(several)):
-        layout = find_layout(config, axes, dict(zip(several, orders, strict=True)))
+    for each in itertools.product(ORDERS, repeat=len(several)):
+        orders = dict(zip(several, each, strict=True))
+        layout = growth.layout(orders)
         if layout in found:
             continue
         found.append(layout)
         try:
-            error = _error_of_small(config, axes, dict(zip(several, orders, strict=True)))
+            small = small_config(config)
+            error = _error_of_small(small, axes, Growth(small, axes).layout(orders))
         except (RuntimeError, ArithmeticError, LookupError, AttributeError, TypeError) as fault:
             raise ValueError(
                 f"student.from_teacher: a small {type(config).__name__} cannot be cut along {', '.join(axes)}: "
@@ -101,8 +106,9 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     heads = pairs * group
     routing = routing_of(config.get_text_config())
     experts = 0 if routing is None else routing.of_small
-    columns = 48 if full.intermediate else 0
-    small = with_widths(short, Widths(16 * heads, heads, pairs, columns, experts))
+    columns = {axis: COLUMNS for axis in COLUMN_AXES if getattr(full, axis)}
+    widths = full._replace(hidden=16 * heads, heads=heads, kv_heads=pairs, experts=experts)
+    small = with_widths(short, widths._replace(**columns))
     before, text = config.get_text_config(), small.get_text_config()
     if not hasattr(before, "head_dim"):
         del text.head_dim  # of a family that may have no other than hidden_size / heads
@@ -111,10 +117,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: dict[str, Order]) -> float:
+def _error_of_small(small: PreTrainedConfig, axes: Collection[Axis], layout: Layout) -> float:
     """Return the relative error of a small cut model's logits."""
-    small = small_config(config)
-    layout = find_layout(small, axes, orders)
     full = layout.full
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -129,9 +133,11 @@ def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: di
         if "heads" in axes:
             parts |= {"heads": dict.fromkeys(layers, heads), "kv_heads": dict.fromkeys(layers, kv)}
             widths = widths._replace(heads=len(heads), kv_heads=len(kv))
-        if "intermediate" in axes:
-            parts["intermediate"] = {n: torch.randperm(48)[:30].sort().values.tolist() for n in layers}
-            widths = widths._replace(intermediate=30)
+        columns: dict[str, list[list[int]]] = {}
+        for name, (axis, total, experts) in layout.mlps.items():
+            drawn = [torch.randperm(total)[: total * KEPT // COLUMNS] for _ in range(experts or 1)]
+            columns[name] = [each.sort().values.tolist() for each in drawn]
+            widths = widths._replace(**{axis: KEPT})
         hidden = None
         if "hidden" in axes:
             hidden = torch.randperm(full.hidden)[: full.hidden // 2].sort().values.tolist()
@@ -148,7 +154,7 @@ def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: di
             parts["experts"] = dict.fromkeys(having, kept_experts)
             dropped = dict.fromkeys(having, sorted({*range(routing.experts)} - {*kept_experts}))
             widths = widths._replace(experts=routing.least)
-        selection = Selection(layers, hidden, parts, {})
+        selection = Selection(layers, hidden, parts, columns, {})
         _zero_the_rest(model, selection, layout)
         norms = {name: exact_factor(block.axis, full, widths) for name, _, block in layout.norms(model)}
         cut = cut_parts(model, selection._replace(norms=norms), widths, layout)
@@ -158,11 +164,11 @@ def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: di
                 setattr(module, name, EPSILON)
         with torch.no_grad():
             got = cut(input_ids=ids, use_cache=False).logits.double()
-            if not dropped:
+            with contextlib.ExitStack() as around:
+                if dropped:
+                    around.enter_context(MaskedRouters(model, layout, dropped))
+                around.enter_context(expert_statistics(model, layout, "l2"))
                 expected = model(input_ids=ids, use_cache=False).logits.double()
-            else:
-                with MaskedRouters(model, layout, dropped), router_weights(model, layout):
-                    expected = model(input_ids=ids, use_cache=False).logits.double()
     return float((got - expected).norm() / expected.norm())
 
 
@@ -183,11 +189,11 @@ def _draw(model: nn.Module, layout: Layout) -> None:
 def _zero_the_rest(model: nn.Module, selection: Selection, layout: Layout) -> None:
     """Set what is dropped to zero, experts aside, and norms, through which zeros pass."""
     apart = {f"{name}.weight" for name, _, _ in layout.norms(model)}
+    parts = {axis: kept for axis, kept in selection.parts.items() if axis != "experts"}
+    narrow = selection._replace(parts=parts).narrowing(layout)
     for name, parameter in model.named_parameters():
-        kept = selection.kept(layout.layer_of(name))
-        kept.pop("experts", None)
-        for dim, blocks in enumerate(layout.dims.get(name, ())):
-            if name not in apart and any(block.axis in kept for block in blocks):
-                mask = torch.zeros(parameter.shape[dim], dtype=parameter.dtype)
-                mask[entries(blocks, kept, layout.full)] = 1
-                parameter.mul_(mask.view(-1, *[1] * (parameter.dim() - dim - 1)))
+        if name in layout.dims and name not in apart:
+            kept = narrow(name, torch.arange(parameter.numel()).view(parameter.shape))
+            mask = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+            mask[kept.flatten()] = 1
+            parameter.mul_(mask.view(parameter.shape))

@@ -1,4 +1,4 @@
-"""Widths of a decoder by its configuration: hidden channels, heads, key and value heads, MLP columns, experts.
+"""Widths of a decoder by its configuration: hidden channels, heads, key and value heads, columns of MLPs, experts.
 
 A head's width never changes: `head_dim` is written into the configuration where it was derived from the others, so that
 `hidden_size` need not be `heads * head_dim`.
@@ -7,7 +7,7 @@ A head's width never changes: `head_dim` is written into the configuration where
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from transformers import PreTrainedConfig
 
@@ -15,6 +15,19 @@ from distill.core.errors import first_line
 from distill.models.head import attention_sizes
 from distill.models.prune.routing import check_experts, experts_field, routing_of
 from distill.recipe import FromTeacher
+
+ColumnAxis = Literal["intermediate", "moe_intermediate", "shared_expert_intermediate"]
+COLUMN_AXES: tuple[ColumnAxis, ...] = get_args(ColumnAxis)
+# fields of configurations, of which a family has at most one for each axis
+COLUMN_FIELDS: dict[ColumnAxis, tuple[str, ...]] = {
+    "intermediate": ("intermediate_size", "n_inner"),
+    "moe_intermediate": ("moe_intermediate_size",),
+    "shared_expert_intermediate": (
+        *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ),
+}
+
+GROUPED = 8  # entries in 16 bytes of 16 bits: torch.nn.functional.grouped_mm requires rows that are a multiple of it
 
 
 class Widths(NamedTuple):
@@ -24,8 +37,10 @@ class Widths(NamedTuple):
         hidden: hidden channels, `hidden_size`.
         heads: attention heads.
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` heads.
-        intermediate: columns of each MLP, `intermediate_size`; 0 where all are those of experts.
+        intermediate: columns of each MLP, `intermediate_size`; 0 where no MLP has that size.
         experts: routed experts of each layer that has some; 0 in a dense model.
+        moe_intermediate: columns of each expert, `moe_intermediate_size`; 0 where the family has no such size.
+        shared_expert_intermediate: columns of shared experts, `shared_expert_intermediate_size`; 0 where none has one.
     """
 
     hidden: int
@@ -33,6 +48,8 @@ class Widths(NamedTuple):
     kv_heads: int
     intermediate: int
     experts: int = 0
+    moe_intermediate: int = 0
+    shared_expert_intermediate: int = 0
 
     @property
     def group(self) -> int:
@@ -54,17 +71,29 @@ def widths_of(config: PreTrainedConfig) -> Widths:
             f"student.from_teacher: expected a configuration with one width of all layers to cut widths, got "
             f"{type(text).__name__}: {first_line(error)}"
         ) from error
-    columns = next((value for name in ("intermediate_size", "n_inner") if (value := getattr(text, name, None))), None)
+    columns = {axis: getattr(text, name) for axis in COLUMN_AXES if (name := column_field(text, axis)) is not None}
+    plain = columns.pop("intermediate", None)
     routing = routing_of(text)
-    if columns is None and routing is not None:
-        columns = 0
-    if not heads or not isinstance(columns, int) or heads % kv_heads:
-        what = "no attention heads" if not heads else f"intermediate_size {columns!r}, heads {heads} and {kv_heads}"
+    if plain is None and routing is not None:
+        plain = 0
+    if not heads or not isinstance(plain, int) or heads % kv_heads:
+        what = "no attention heads" if not heads else f"intermediate_size {plain!r}, heads {heads} and {kv_heads}"
         raise ValueError(
             f"student.from_teacher: expected a configuration with one width of all layers to cut widths, got "
             f"{type(text).__name__} with {what}"
         )
-    return Widths(text.hidden_size, heads, kv_heads, columns, 0 if routing is None else routing.experts)
+    counts = {axis: value for axis, value in columns.items() if isinstance(value, int)}
+    return Widths(text.hidden_size, heads, kv_heads, plain, 0 if routing is None else routing.experts, **counts)
+
+
+def column_field(text: PreTrainedConfig, axis: ColumnAxis) -> str | None:
+    """Return the field of a text model's configuration with the columns of an axis; None where it has none.
+
+    A name that a family maps to that of another axis (`intermediate_size` of DeepSeek-V4) is none.
+    """
+    others = {name for other, names in COLUMN_FIELDS.items() if other != axis for name in names}
+    mine = [name for name in COLUMN_FIELDS[axis] if text.attribute_map.get(name) not in others]
+    return next((name for name in mine if getattr(text, name, None)), None)
 
 
 def target_widths(cut: FromTeacher | None, config: PreTrainedConfig) -> Widths | None:
@@ -79,16 +108,26 @@ def target_widths(cut: FromTeacher | None, config: PreTrainedConfig) -> Widths |
     if cut.experts is not None:
         check_experts(cut.experts, config.get_text_config())
     full = widths_of(config)
+    rows = {"hidden", "moe_intermediate" if full.moe_intermediate else "intermediate"} if full.experts else set()
     asked = {name: getattr(cut, name) for name in Widths._fields}
     for name, value in asked.items():
         most = getattr(full, name)
         if value is not None and not most:
-            raise ValueError(
-                f"student.from_teacher.{name}: {type(config).__name__} has none for all layers; leave {name} out"
-            )
+            kind = type(config).__name__
+            if name == "moe_intermediate" and full.intermediate:
+                raise ValueError(
+                    f"student.from_teacher.{name}: {kind} has no moe_intermediate_size; its columns are those of "
+                    "intermediate"
+                )
+            raise ValueError(f"student.from_teacher.{name}: {kind} has none for all layers; leave {name} out")
         if value is not None and value > most:
             raise ValueError(
                 f"student.from_teacher.{name}: expected 1 to {most}, as many as the teacher has, got {value}"
+            )
+        if value not in (None, most) and name in rows and value % GROUPED:
+            raise ValueError(
+                f"student.from_teacher.{name}: expected a multiple of {GROUPED}, since grouped GEMMs of experts take "
+                f"rows of 16 bytes, got {value}"
             )
     heads, kv_heads = asked["heads"], asked["kv_heads"]
     if heads is not None and kv_heads is None:
@@ -106,13 +145,8 @@ def target_widths(cut: FromTeacher | None, config: PreTrainedConfig) -> Widths |
             f"student.from_teacher.heads: expected {kv_heads} (kv_heads) times 1 to {full.group}, the heads that share "
             f"a key and value head in the teacher, got {heads}"
         )
-    return Widths(
-        asked["hidden"] or full.hidden,
-        heads,
-        kv_heads,
-        asked["intermediate"] or full.intermediate,
-        asked["experts"] or full.experts,
-    )
+    given = {name: value for name, value in asked.items() if value is not None}
+    return full._replace(**given | {"heads": heads, "kv_heads": kv_heads})
 
 
 def with_widths(config: PreTrainedConfig, widths: Widths) -> PreTrainedConfig:
@@ -126,9 +160,9 @@ def with_widths(config: PreTrainedConfig, widths: Widths) -> PreTrainedConfig:
     if getattr(text, "num_key_value_heads", None) is not None:
         text.num_key_value_heads = widths.kv_heads
     text.hidden_size = widths.hidden
-    if widths.intermediate:
-        name = "intermediate_size" if getattr(text, "intermediate_size", None) else "n_inner"
-        setattr(text, name, widths.intermediate)
+    for axis in COLUMN_AXES:
+        if getattr(widths, axis) and (name := column_field(text, axis)) is not None:
+            setattr(text, name, getattr(widths, axis))
     if widths.experts and (field := experts_field(text)) is not None:
         setattr(text, field, widths.experts)
     return config
