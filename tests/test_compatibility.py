@@ -95,6 +95,11 @@ WITH = {
     "quantised student": ["student.quantise={format: q4_0}"],
     "quantised adapters": ["student.quantise={format: q4_0}", "student.lora={r: 2}"],
     "quantised shards": ["student.quantise={format: q4_0}", "parallel.strategy=fsdp"],
+    "quantised adapters in shards": [
+        "student.quantise={format: q4_0}",
+        "student.lora={r: 2}",
+        "parallel.strategy=fsdp",
+    ],
     "layers": ["loss.terms=[{type: forward_kl}, {type: hidden_state}]"],
     "graphed layers that are compared": [
         "loss.terms=[{type: forward_kl}, {type: attention_relation}]",

@@ -226,7 +226,7 @@ def test_a_trained_student_computes_the_same_in_its_file(tmp_path, name, type, h
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     weights = quantise_student(model, formats_of(model, Quantise(format=name)), learned=True)
     weights.scales.values.mul_(0.9)
-    weights.after_start()
+    weights.round()
     model.save_pretrained(folder)
     weights.saved().write(folder)
     written = write_gguf(folder, tmp_path / "m.gguf", type)

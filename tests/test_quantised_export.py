@@ -29,7 +29,7 @@ def save_quantised(folder, name, learned=True, scale=0.85, **more):
     model = tiny_model(tokenizer, seed=2, vocab_size=320, **{"hidden": 64, **more})
     weights = quantise_student(model, formats_of(model, Quantise(format=name)), learned=learned)
     weights.scales.values.mul_(scale)
-    weights.after_start()
+    weights.round()
     save_tiny(folder, model, tokenizer)
     quantised_weights(model).saved().write(folder)
     return model

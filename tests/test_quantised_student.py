@@ -91,7 +91,7 @@ def test_learned_scales_get_the_gradients_of_autograd(name, hidden):
     narrow = {key for key, form in formats.items() if FORMATS[form].is_learned}
     assert {key for key, matrix in weights.matrices.items() if matrix.scales is not None} == narrow
     weights.scales.values.mul_(0.8)  # so that some weights are clamped
-    weights.after_start()
+    weights.round()
 
     def parts(tensor):
         return {key: [p for p in weights.scales.of(weights.matrices[key], tensor) if p is not None] for key in narrow}
@@ -164,7 +164,7 @@ def test_adapters_get_the_gradients_of_the_rounded_merged_weights():
         for matrix in matrices.values():
             matrix.b.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     weights.scales.values.mul_(0.9)
-    weights.after_start()
+    weights.round()
     leaves = {key: [m.a.detach().clone(), m.b.detach().clone(), m.scales.scale.clone()] for key, m in matrices.items()}
     for parts in leaves.values():
         for part in parts:
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_an_adapter_has_the_codes_of_all_weights(tmp_path, form)
     formats = formats_of(bare(model), Quantise(format=form, modules={"q_proj": "keep"}))
     weights = quantise_student(model, formats, learned=True, adapters=use_merged(bare(model), set(formats.by_name)))
     weights.scales.values.mul_(0.9)
-    weights.after_start()
+    weights.round()
     weights.save(tmp_path)
     again = tiny_model(seed=1, hidden=128)
     read_saved(tmp_path).restore_values(again)
@@ -293,8 +293,8 @@ def workplace(tmp_path, monkeypatch):
         (["student.lora={r: 4, dropout: 0.1}"], "lora.dropout: .* expected 0.0 with quantise, got 0.1"),
         (["student.lora={head: true}"], "lora.head: .* expected False with quantise, got True"),
         (
-            ["parallel.strategy=fsdp"],
-            r"student\.quantise: requires a student that each process holds whole; got parallel",
+            ["student.lora={r: 4}", "parallel.strategy=fsdp"],
+            r"student\.quantise with student\.lora: requires a student that each process holds whole; got parallel",
         ),
         (["student.dtype=bfloat16"], "expected dtype: auto or float32, got bfloat16"),
         (["student.quantise.format=q5_1"], "q4_0"),

@@ -7,10 +7,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distill.core.ranks import is_main_process
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.layers import find_layers
+from distill.models.precision.dtypes import QUANTISED, quantised_weights
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -57,9 +59,38 @@ SINGLE_PROCESS = Placement("ddp", False, True, "one process")
 
 def is_sharded(model: nn.Module | None) -> bool:
     """Return whether the parameters of `model` are sharded."""
-    from torch.distributed.tensor import DTensor
-
     return model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def own_rows(count: int) -> slice:
+    """Return the rows of a parameter with `count` of them that FSDP2 gives this process, as `torch.chunk` cuts them."""
+    import torch.distributed as dist
+
+    each, rank = -(-count // dist.get_world_size()), dist.get_rank()
+    return slice(min(rank * each, count), min((rank + 1) * each, count))
+
+
+def local_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor in this process, without a graph: its own rows of a sharded one."""
+    held = tensor.data
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
+def gather_rows(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which each process holds the rows that it holds of a parameter; every process calls it.
+
+    Args:
+        rows: This process's rows, [n, ...].
+        parameter: The parameter, [N, K]; where it is not sharded, `rows` are all.
+    """
+    if not isinstance(parameter, DTensor):
+        assert len(rows) == len(parameter), "the parameter is not sharded yet"
+        return rows
+    whole = torch.empty(len(parameter), *rows.shape[1:], device="meta")
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = DTensor.from_local(rows, mesh, placements, shape=whole.shape, stride=whole.stride())
+    gathered: torch.Tensor = sharded.full_tensor()
+    return gathered
 
 
 def shard_teacher(teacher: nn.Module) -> nn.Module:
@@ -129,10 +160,15 @@ def whole_student(accelerator: Any, model: nn.Module) -> Any:
         model: The student as it was trained, bare or inside PEFT; stays as it is. Every process must call this.
 
     Returns:
-        The model; None on the other processes.
+        The model; None on the other processes. That of a quantised one has the blocks that it is saved with.
     """
-    state = accelerator.get_state_dict(model)
-    return _rebuilt(model, state) if is_main_process() else None
+    state, weights = accelerator.get_state_dict(model), quantised_weights(model)
+    blocks = None if weights is None else weights.saved()
+    if not is_main_process():
+        return None
+    rebuilt = _rebuilt(model, state)
+    bare(rebuilt).__dict__[QUANTISED] = blocks
+    return rebuilt
 
 
 def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:

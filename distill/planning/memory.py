@@ -122,7 +122,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     quantised = recipe.student.quantise
     rounding = None if quantised is None else resolve_name(QUANTISED_BYTES)(plan.student.model, quantised)
     if rounding is not None:
-        states += rounding.states
+        states += rounding.states / share
     temporary = gradients if optimizer == "adamw_torch" else 0.0
     buckets = gradients if world > 1 and not sharded else 0.0
     gathered = (student.linear / student.layers + student.head) * compute if sharded else 0.0

@@ -96,12 +96,13 @@ def estimate_placement(plan: DevicePlan) -> Placement:
     """Return the placement on more than one device, by memory estimates alone."""
     from distill.planning.memory import step_memory
 
-    parallel, usable, world = plan.recipe.parallel, plan.usable, plan.world
+    parallel, student, usable, world = plan.recipe.parallel, plan.recipe.student, plan.usable, plan.world
+    whole = student.quantise is not None and student.lora is not None  # what `compatibility` requires of both
     ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]
     needs = MemoryNeeds(ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, *others)
     teachers = "copied" if parallel.teacher == "served" or not plan.source.shardable else parallel.teacher
-    placement = choose_placement(parallel.strategy, needs, usable, world, teachers)
+    placement = choose_placement("ddp" if whole else parallel.strategy, needs, usable, world, teachers)
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {needs.teacher / GIB:.1f} "
         f"({min(needs.teacher, needs.teacher / world + needs.gathered) / GIB:.1f} in shards), the student's step "

@@ -292,8 +292,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("all weights trained", "whole teacher"),
     ),
     Requirement(
-        "student.quantise",
-        lambda recipe: recipe.student.quantise is not None,
+        "student.quantise with student.lora",  # a merged weight is made of all rows of A, which shards are not
+        lambda recipe: recipe.student.quantise is not None and recipe.student.lora is not None,
         ("whole student",),
     ),
     Requirement(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from distill_kernels.quantisation.formats import FORMATS
 from torch import nn
-from transformers import TrainingArguments
 
 from distill.core import console
 from distill.models.head import bare
@@ -30,11 +29,15 @@ class QuantiseCallback(StepListener):
 
     Args:
         weights: The student's quantised weights.
-        arguments: Arguments of the trainer, which tell the process that writes.
+        trainer: Trainer of the student, which FSDP2 shards when training begins.
     """
 
-    def __init__(self, weights: QuantisedWeights, arguments: TrainingArguments) -> None:
-        self.weights, self.arguments = weights, arguments
+    def __init__(self, weights: QuantisedWeights, trainer: DistillationTrainer) -> None:
+        self.weights, self.trainer = weights, trainer
+
+    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        """Go on with the parameters as they are sharded now."""
+        self.weights.use_shards(self.trainer.model)
 
     def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         """Put the master weights into the parameters, and update learned scales."""
@@ -46,11 +49,11 @@ class QuantiseCallback(StepListener):
 
     def save(self, checkpoint: Path) -> None:
         """Write the master weights and scales."""
-        if self.arguments.should_save:
-            self.weights.save(checkpoint)
+        self.weights.save(checkpoint if self.trainer.args.should_save else None)
 
     def restore(self, checkpoint: Path) -> None:
         """Read the master weights and scales."""
+        self.weights.use_shards(self.trainer.model)
         self.weights.restore(checkpoint)
 
 
@@ -63,7 +66,7 @@ def quantise_at_once(student: nn.Module, section: Quantise) -> None:
 def add_quantiser(trainer: DistillationTrainer) -> None:
     """Have a trainer round the weights of its student after every step, where the student is quantised."""
     if (weights := quantised_weights(trainer.model)) is not None:
-        trainer.add_callback(QuantiseCallback(weights, trainer.args))
+        trainer.add_callback(QuantiseCallback(weights, trainer))
 
 
 def _adapters(student: nn.Module, found: Formats) -> Mapping[str, Adapter] | None:
@@ -80,7 +83,7 @@ def quantise_for_training(
     """Quantise the student of a trainer, from now on and through training.
 
     Args:
-        trainer: Trainer with a float32 student on its device, not sharded.
+        trainer: Trainer with a float32 student on its device, which is sharded when training begins, if at all.
         section: The recipe's `student.quantise`.
         rows: Tokenised training data, which GPTQ reads.
         resumed: A checkpoint will replace the weights: they are not rounded by GPTQ before.
@@ -89,12 +92,13 @@ def quantise_for_training(
         A line for the summary of the run.
 
     Raises:
-        ValueError: The student is sharded, or cannot be quantised so.
+        ValueError: The student cannot be quantised so, or it has adapters and will be sharded.
     """
     student = trainer.model
-    if trainer.is_fsdp_enabled:
+    if trainer.is_fsdp_enabled and hasattr(student, "peft_config"):
         raise ValueError(
-            "student.quantise: expected a student that each process holds whole; set parallel.strategy: ddp"
+            "student.quantise: expected a student with adapters that each process holds whole, since a merged weight "
+            "is made of all rows of A; set parallel.strategy: ddp, or leave student.lora out"
         )
     found = formats_of(student, section)
     adapters = _adapters(student, found)
@@ -105,8 +109,8 @@ def quantise_for_training(
         with console.spinner("rounding by GPTQ"), _autocast(trainer):
             start = round_weights(student, narrow, batches)
         how = f"{len(start)} by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
-    weights = quantise_student(student, found, learned=section.scales == "learned", adapters=adapters)
-    weights.start_from(start)
+    learned, sharded = section.scales == "learned", trainer.is_fsdp_enabled
+    weights = quantise_student(student, found, learned=learned, adapters=adapters, start=start, sharded=sharded)
     add_quantiser(trainer)
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")
     if found.unfit:

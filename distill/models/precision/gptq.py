@@ -46,6 +46,10 @@ class Rounded(NamedTuple):
     scales: Scales
     form: Format
 
+    def on_host(self) -> Rounded:
+        """Return a copy in host memory, where those of a whole model leave the device to what follows."""
+        return self._replace(weight=self.weight.cpu(), scales=self.scales.map(torch.Tensor.cpu))
+
     def values(self) -> torch.Tensor:
         """Return the rounded weights."""
         return reference_fake_quantise(self.weight, self.form, self.scales)
@@ -175,7 +179,7 @@ def round_weights(
         method: `importance`, `awq` or `gptq`.
 
     Returns:
-        The matrices before rounding and their scales, by name.
+        The matrices before rounding and their scales, by name, in host memory.
 
     Raises:
         ValueError: The decoder's layers do not form a plain sequence, or there are no rows.
@@ -203,6 +207,7 @@ def round_weights(
                     found |= _round_group(group, formats, method)
                 for name in group.linears:
                     wanted[name].weight.copy_(found[name].values())
+                    found[name] = found[name].on_host()
             for row, hidden in enumerate(calls.hidden):
                 calls.hidden[row] = _first(layer(hidden, **calls.arguments[row][number]))
     return found

@@ -57,6 +57,10 @@ class SavedBlocks(NamedTuple):
     scales: dict[str, dict[str, torch.Tensor]]
     codes: Mapping[str, torch.Tensor] | None = None
 
+    def saved(self) -> SavedBlocks:
+        """Return these blocks, as `QuantisedWeights.saved` does those of a student in training."""
+        return self
+
     def blocks(self, name: str, values: torch.Tensor) -> Blocks | None:
         """Return the blocks of a weight; None where its values are not exactly those of its scales."""
         form, stored = FORMATS[self.by_name[name]], self.scales[name]

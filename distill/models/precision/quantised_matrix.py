@@ -4,13 +4,19 @@ Learned scales (Esser et al., 2020, arXiv 1902.08153) follow from the gradients 
 in them, so the sum over a step's micro-batches (and the mean over its processes) is all that is needed. Adam (Kingma
 and Ba, 2015) updates the logarithm of a scale's magnitude, since what a scale may change by in a step is proportional
 to it.
+
+Blocks lie in rows, and FSDP2 cuts parameters by rows: of a sharded parameter each process keeps master weights, scales
+and moments of its own rows, and rounds these.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
 from distill_kernels.quantisation.number_format import Format, Scales
+
+from distill.models.sharding import gather_rows, local_rows
 
 BETAS, EPS = (0.9, 0.999), 1e-12
 TENSORS_OF_SCALES = 5  # values, stored values, gradient and two moments
@@ -31,15 +37,21 @@ def state_bytes(form: Format, weight: torch.Tensor, *, learned: bool) -> int:
 class QuantisedMatrix:
     """One quantised parameter: its format, its master weights and, where they are learned, its scales.
 
+    Args:
+        name: Name of the parameter, without PEFT's parts.
+        parameter: The parameter, held whole.
+        form: Its format.
+        rows: Rows that this process keeps, once the parameter is sharded.
+
     Attributes:
         base: fp32 weights before rounding; those that the optimizer updates where no adapter is added to them.
         scales: views of `LearnedScales.stored`; None where the format computes them.
         gradients: views of `LearnedScales.gradient`, likewise.
     """
 
-    def __init__(self, name: str, parameter: torch.Tensor, form: Format) -> None:
-        self.name, self.parameter, self.form = name, parameter, form
-        self.base = parameter.detach().clone()
+    def __init__(self, name: str, parameter: torch.Tensor, form: Format, rows: slice = slice(None)) -> None:
+        self.name, self.parameter, self.form, self.rows = name, parameter, form, rows
+        self.base = parameter.detach()[rows].clone()
         self.scales: Scales | None = None
         self.gradients: Scales | None = None
 
@@ -50,11 +62,12 @@ class QuantisedMatrix:
 
     def round(self) -> None:
         """Write the file's values of the master weights into the parameter."""
-        fake_quantise_into(self.parameter.data, self.master, self.form, self.scales)
+        fake_quantise_into(local_rows(self.parameter), self.master, self.form, self.scales)
 
     def fields(self) -> dict[str, torch.Tensor]:
-        """Return the scales as the file holds them."""
-        return self.form.store(self.form.first(self.master) if self.scales is None else self.scales)
+        """Return the scales of all rows as the file holds them; every process calls it."""
+        own = self.form.first(self.master) if self.scales is None else self.scales
+        return self.form.store(own.map(lambda rows: gather_rows(rows, self.parameter)))
 
     def codes(self) -> torch.Tensor:
         """Return the codes that the parameter's values stand for, [N, K] in one byte each."""
@@ -70,17 +83,19 @@ class QuantisedMatrix:
 
     def take_gradient(self) -> bool:
         """Turn the parameter's gradient into that of weights and scales; returns whether there is one in this step."""
-        gradient = self.parameter.grad
-        if gradient is not None and self.gradients is not None:
+        if self.parameter.grad is None:
+            return False
+        if self.gradients is not None:
+            gradient = local_rows(self.parameter.grad)
             self.gradient_of(gradient, out=(gradient, self.gradients))
-        return gradient is not None
+        return True
 
 
 class LearnedScales:
     """Learned scales of many matrices in one tensor, so that a step updates and rounds them together.
 
     Args:
-        matrices: Quantised parameters whose scales are learned.
+        matrices: Quantised parameters whose scales are learned, which are 0 until they are set.
 
     Attributes:
         values: fp32 [all blocks], what Adam updates: by format all scales, then all minima.
@@ -89,25 +104,23 @@ class LearnedScales:
     """
 
     def __init__(self, matrices: list[QuantisedMatrix]) -> None:
-        first = {id(matrix): matrix.form.first(matrix.master) for matrix in matrices}
         self.forms: list[tuple[Format, list[slice]]] = []
-        self._places: list[tuple[QuantisedMatrix, int, slice]] = []
-        parts: list[torch.Tensor] = []
+        self._places: list[tuple[QuantisedMatrix, slice]] = []
+        end = 0
         for form in dict.fromkeys(matrix.form for matrix in matrices):
             own = [matrix for matrix in matrices if matrix.form == form]
             slices = []
-            for part in range(1 + form.has_minimum):
-                begin = end = sum(map(len, parts))
+            for _ in range(1 + form.has_minimum):
+                begin = end
                 for matrix in own:
-                    scales = first[id(matrix)][part]
-                    assert scales is not None
-                    parts.append(scales.flatten())
-                    self._places.append((matrix, part, slice(end, end + len(parts[-1]))))
-                    end += len(parts[-1])
+                    self._places.append((matrix, slice(end, end + matrix.base.numel() // form.columns(matrix.base))))
+                    end = self._places[-1][1].stop
                 slices.append(slice(begin, end))
             self.forms.append((form, slices))
-        self.values = torch.cat(parts) if parts else torch.empty(0)
-        self.stored, self.gradient, self.mean, self.square = (torch.zeros_like(self.values) for _ in range(4))
+        device = matrices[0].base.device if matrices else None
+        self.values, self.stored, self.gradient, self.mean, self.square = (
+            torch.zeros(end, device=device) for _ in range(5)
+        )
         self.steps = 0
         self.matrices = matrices
         for matrix in matrices:
@@ -115,8 +128,13 @@ class LearnedScales:
 
     def of(self, matrix: QuantisedMatrix, tensor: torch.Tensor) -> Scales:
         """Return the part of one of the tensors that belongs to a matrix."""
-        shape = (*matrix.base.shape[:-1], -1)
-        return Scales(*(tensor[place].view(shape) for own, _, place in self._places if own is matrix))
+        return Scales(*(_in_rows(tensor[place], matrix) for own, place in self._places if own is matrix))
+
+    def start(self, matrix: QuantisedMatrix, scales: Scales) -> None:
+        """Set the scales of a matrix, of which those of all rows are given."""
+        for own, part in zip(self.of(matrix, self.values), scales, strict=True):
+            if own is not None and part is not None:
+                own.copy_(part[matrix.rows])
 
     def store(self) -> None:
         """Round the values to those of a file."""
@@ -127,11 +145,13 @@ class LearnedScales:
                     self.stored[place] = part
 
     def step(self, rate: float) -> None:
-        """Make one step of Adam; nothing changes where a gradient is not finite."""
+        """Make one step of Adam; nothing changes where a gradient of any process is not finite."""
         self.steps += 1
         gradient = self.gradient * self.values  # by log |scale|
-        finite = gradient.sum().isfinite()
-        gradient = torch.where(finite, gradient, 0.0)
+        finite = gradient.sum().isfinite().float()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        gradient = torch.where(finite > 0, gradient, 0.0)
         self.mean.lerp_(gradient, 1 - BETAS[0])
         self.square.lerp_(gradient * gradient, 1 - BETAS[1])
         mean = self.mean / (1 - BETAS[0] ** self.steps)
@@ -139,5 +159,22 @@ class LearnedScales:
         self.values.mul_(torch.exp(-rate * finite * mean / (square.sqrt() + EPS)))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what a resumed run needs, by name."""
+        """Return what a resumed run needs, by name: the part of this process."""
         return {"scales": self.values, "mean": self.mean, "square": self.square}
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one of the tensors with the blocks of all rows; every process calls it."""
+        parts = [gather_rows(_in_rows(tensor[place], m), m.parameter).flatten() for m, place in self._places]
+        return torch.cat(parts) if parts else tensor
+
+    def take(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
+        """Copy this process's blocks of what `gathered` returns into one of the tensors."""
+        sizes = [matrix.parameter.numel() // matrix.form.columns(matrix.base) for matrix, _ in self._places]
+        for (matrix, place), part in zip(self._places, gathered.split(sizes), strict=True):
+            tensor[place] = part.view(len(matrix.parameter), -1)[matrix.rows].flatten()
+
+
+def _in_rows(blocks: torch.Tensor, matrix: QuantisedMatrix) -> torch.Tensor:
+    """Return a value for each of a matrix's blocks as [rows, K / block]."""
+    *rows, columns = matrix.base.shape
+    return blocks.view(*rows, columns // matrix.form.columns(matrix.base))

@@ -10,15 +10,21 @@ Parameters hold the file's values whenever the model computes: in training, eval
 in every kernel that reads a parameter. Once per optimizer step the float32 master weights take their place, are
 updated, and are rounded again; that is the straight-through estimator, whose gradient by a master weight is the one by
 its rounded value. Parameters keep their memory, so CUDA graphs and joined projections stay valid.
+
+A student that FSDP2 will shard is rounded whole, before; each process keeps the masters and scales of its own rows,
+and `use_shards` has it go on with those of the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
+from distill_kernels.quantisation.fake_quantise import fake_quantise_into
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -28,6 +34,7 @@ from distill.models.head import bare
 from distill.models.precision.dtypes import QUANTISED
 from distill.models.precision.quantised_formats import Formats, SavedBlocks, formats_of, plain_name, plain_parameters
 from distill.models.precision.quantised_matrix import LearnedScales, QuantisedMatrix, state_bytes
+from distill.models.sharding import gather_rows, local_rows, own_rows
 from distill.recipe.quantise import Quantise
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ class QuantisedWeights:
         formats: Format of each parameter.
         learned: Learn the scales of blocks in less than 8 bits.
         adapters: Adapters by the name of the weight they are added to.
+        sharded: FSDP2 will shard the model: keep the masters and scales of this process's rows.
 
     Attributes:
         matrices: The quantised parameters, by name.
@@ -53,7 +61,13 @@ class QuantisedWeights:
     """
 
     def __init__(
-        self, model: nn.Module, formats: Formats, *, learned: bool, adapters: Mapping[str, Adapter] | None = None
+        self,
+        model: nn.Module,
+        formats: Formats,
+        *,
+        learned: bool,
+        adapters: Mapping[str, Adapter] | None = None,
+        sharded: bool = False,
     ) -> None:
         parameters = plain_parameters(model)
         if wrong := next((name for name in formats.by_name if parameters[name].dtype != torch.float32), None):
@@ -70,34 +84,36 @@ class QuantisedWeights:
 
                 self.matrices[name] = AdaptedMatrix(name, adapters[name], form)
             else:
-                self.matrices[name] = QuantisedMatrix(name, parameters[name], form)
-        trained = [matrix for matrix in self.matrices.values() if matrix.parameter.requires_grad]
-        self._parameters: list[torch.Tensor] = [matrix.parameter for matrix in trained]
-        self._masters = [matrix.base for matrix in trained]
+                rows = own_rows(len(parameters[name])) if sharded else slice(None)
+                self.matrices[name] = QuantisedMatrix(name, parameters[name], form, rows)
         self.scales = LearnedScales([m for m in self.matrices.values() if learned and m.form.is_learned])
-        self.after_start()
 
     @torch.no_grad()
-    def start_from(self, start: Mapping[str, Rounded]) -> None:
-        """Take master weights and learned scales from a rounding such as GPTQ's."""
-        for name, rounded in start.items():
-            matrix = self.matrices[name]
-            assert matrix.scales is not None, "a format that computes its scales would replace those of the start"
-            matrix.base.copy_(rounded.weight)
-            for own, part in zip(self.scales.of(matrix, self.scales.values), rounded.scales, strict=True):
-                if own is not None and part is not None:
-                    own.copy_(part)
-        self.after_start()
+    def start(self, start: Mapping[str, Rounded]) -> None:
+        """Round the parameters, still whole, from the first process's weights, or from a rounding such as GPTQ's."""
+        for name, matrix in self.matrices.items():
+            parameter, rounded, scales = matrix.parameter.data, start.get(name), None
+            copied = functools.partial(_copy_of_first, device=parameter.device)
+            weight = copied(parameter if rounded is None else rounded.weight)
+            if matrix.scales is not None:
+                scales = (matrix.form.first(weight) if rounded is None else rounded.scales).map(copied)
+                self.scales.start(matrix, scales)
+                scales = matrix.form.snap(scales)
+            assert scales is not None or rounded is None, "scales that are computed would replace those of the start"
+            matrix.base.copy_(weight[matrix.rows])
+            fake_quantise_into(parameter, weight, matrix.form, scales)
+        self.scales.store()
+
+    def use_shards(self, model: nn.Module) -> None:
+        """Go on with this process's rows of the parameters of a model that FSDP2 may have sharded since the start."""
+        parameters = plain_parameters(bare(model))
+        for name, matrix in self.matrices.items():
+            matrix.parameter = parameters[name]
+            assert local_rows(matrix.parameter).shape == matrix.base.shape, f"{name} is cut otherwise than by rows"
 
     @torch.no_grad()
-    def after_start(self) -> None:
-        """Take the first process's weights on every process, and round them."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for tensor in (self.scales.values, *(matrix.base for matrix in self.matrices.values())):
-                torch.distributed.broadcast(tensor, 0)
-        self._round()
-
-    def _round(self) -> None:
+    def round(self) -> None:
+        """Round the master weights into the parameters."""
         self.scales.store()
         for matrix in self.matrices.values():
             matrix.round()
@@ -113,32 +129,50 @@ class QuantisedWeights:
         """
         scales = self.scales
         if sum(matrix.take_gradient() for matrix in scales.matrices):
-            if self.adapted and torch.distributed.is_available() and torch.distributed.is_initialized():
-                torch.distributed.all_reduce(scales.gradient)  # PyTorch's wrappers do not know these
-                scales.gradient /= torch.distributed.get_world_size()
+            if self.adapted and dist.is_available() and dist.is_initialized():
+                dist.all_reduce(scales.gradient)  # PyTorch's wrappers do not know these
+                scales.gradient /= dist.get_world_size()
             scales.step(SCALE_RATE * learning_rate)
         scales.gradient.zero_()
-        if self._parameters:
-            torch._foreach_copy_(self._parameters, self._masters)
+        self._copy_trained(to_masters=False)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Keep the updated weights as masters, and round them into the parameters."""
-        if self._parameters:
-            torch._foreach_copy_(self._masters, self._parameters)
-        self._round()
+        self._copy_trained(to_masters=True)
+        self.round()
+
+    def _copy_trained(self, *, to_masters: bool) -> None:
+        trained = [matrix for matrix in self.matrices.values() if matrix.parameter.requires_grad]
+        masters, parameters = [m.base for m in trained], [local_rows(m.parameter) for m in trained]
+        if trained:
+            torch._foreach_copy_(*((masters, parameters) if to_masters else (parameters, masters)))
 
     @torch.no_grad()
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | None) -> None:
         """Write what a resumed run needs to go on with the same bits.
 
         The file of weights beside it holds the rounded values; an adapter does not, and their codes are written here.
+
+        Args:
+            folder: Folder of the checkpoint; None for a process that only hands in its rows.
         """
-        tensors = {f"master.{name}": matrix.base for name, matrix in self.matrices.items()} | self.scales.state()
-        tensors["steps"] = torch.tensor([self.scales.steps])
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
-        codes = {name: matrix.codes() for name, matrix in self.matrices.items()} if self.adapted else None
-        self.saved()._replace(codes=codes).write(folder)
+        tensors = {"steps": torch.tensor([self.scales.steps])}
+        for name, tensor in self._gathered():
+            if folder is not None:
+                tensors[name] = tensor.cpu().contiguous()
+        saved = self.saved()
+        if folder is not None:
+            save_file(tensors, folder / STATE_FILE)
+            codes = {name: matrix.codes() for name, matrix in self.matrices.items()} if self.adapted else None
+            saved._replace(codes=codes).write(folder)
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the state of all rows, one tensor at a time."""
+        for name, matrix in self.matrices.items():
+            yield f"master.{name}", gather_rows(matrix.base, matrix.parameter)
+        for name, tensor in self.scales.state().items():
+            yield name, self.scales.gathered(tensor)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
@@ -150,24 +184,27 @@ class QuantisedWeights:
         path = folder / STATE_FILE
         if not path.is_file():
             raise RunError(f"--resume: {path} is missing, which a quantised student's checkpoint has")
-        own = {f"master.{name}": matrix.base for name, matrix in self.matrices.items()} | self.scales.state()
+        masters, state = {f"master.{name}": matrix for name, matrix in self.matrices.items()}, self.scales.state()
         with safe_open(str(path), framework="pt") as file:
-            if wrong := sorted({*own, "steps"} ^ set(file.keys())):
+            if wrong := sorted({*masters, *state, "steps"} ^ set(file.keys())):
                 raise RunError(f"--resume: {path}: {wrong[0]} exists in only one of checkpoint and student")
-            for name, tensor in own.items():
-                tensor.copy_(file.get_tensor(name))
+            for name, matrix in masters.items():
+                matrix.base.copy_(file.get_slice(name)[matrix.rows])
+            for name, tensor in state.items():
+                self.scales.take(tensor, file.get_tensor(name))
             self.scales.steps = int(file.get_tensor("steps"))
-        self._round()
+        self.round()
 
+    @torch.no_grad()
     def saved(self) -> SavedBlocks:
-        """Return formats and scales, by which `distill export` finds the file's blocks again."""
+        """Return formats and scales, by which `distill export` finds the blocks again; every process calls it."""
         fields = {name: matrix.fields() for name, matrix in self.matrices.items()}
         return SavedBlocks(self.formats.main, dict(self.formats.by_name), fields)
 
     def __str__(self) -> str:
-        count = sum(matrix.base.numel() for matrix in self.matrices.values())
+        count = sum(matrix.parameter.numel() for matrix in self.matrices.values())
         kinds = sorted(set(self.formats.by_name.values()))
-        bits = 8 * sum(m.form.bytes_of(m.base) for m in self.matrices.values()) / max(count, 1)
+        bits = 8 * sum(m.form.bytes_of(m.parameter) for m in self.matrices.values()) / max(count, 1)
         return (
             f"{len(self.matrices)} matrices of {count / 1e6:,.1f} M weights in {', '.join(kinds)}: {bits:.2f} bits each"
         )
@@ -201,7 +238,13 @@ def quantised_bytes(model: nn.Module, section: Quantise) -> QuantisedBytes:
 
 
 def quantise_student(
-    model: nn.Module, formats: Formats, *, learned: bool = False, adapters: Mapping[str, Adapter] | None = None
+    model: nn.Module,
+    formats: Formats,
+    *,
+    learned: bool = False,
+    adapters: Mapping[str, Adapter] | None = None,
+    start: Mapping[str, Rounded] | None = None,
+    sharded: bool = False,
 ) -> QuantisedWeights:
     """Have a model compute with the weights of a quantised file from now on.
 
@@ -210,10 +253,21 @@ def quantise_student(
         formats: format of each quantised parameter, as `formats_of` returns.
         learned: learn the scales of blocks in less than 8 bits; otherwise they follow from the weights of each block.
         adapters: adapters by the name of the weight they are added to, as `quantised_adapters.use_merged` returns.
+        start: weights before rounding and scales of some parameters, such as GPTQ's; others start from their own.
+        sharded: FSDP2 will shard the student; `QuantisedWeights.use_shards` follows then.
 
     Raises:
         ValueError: A parameter is not in float32.
     """
-    weights = QuantisedWeights(bare(model), formats, learned=learned, adapters=adapters)
+    weights = QuantisedWeights(bare(model), formats, learned=learned, adapters=adapters, sharded=sharded)
+    weights.start(start or {})
     bare(model).__dict__[QUANTISED] = weights
     return weights
+
+
+def _copy_of_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of the first process's tensor."""
+    tensor = tensor.to(device, copy=True)
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(tensor, 0)
+    return tensor

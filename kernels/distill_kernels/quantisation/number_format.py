@@ -7,7 +7,7 @@ needs are pure functions of PyTorch, so that one class serves the fake quantiser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,6 +56,10 @@ class Scales(NamedTuple):
 
     scale: torch.Tensor
     minimum: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Scales:
+        """Return what a function makes of the scales, and of the minima where there are any."""
+        return Scales(function(self.scale), None if self.minimum is None else function(self.minimum))
 
 
 @dataclass(frozen=True)
