@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference_loss import shift_left
 from distill.models.head import attention_sizes, bare
-from distill.models.layer_states import LayerStates, record_states
+from distill.models.layer_states import LayerStates, StateRecorder
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
 from distill.recipe.loss import Loss
 
@@ -61,7 +61,7 @@ def layer_loss(
 def _states(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> LayerStates:
     """Return the outputs of all layers, from `output_hidden_states` but for the last, and what attention gets."""
     count = bare(model).config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
-    with record_states(model, [count - 1], range(count)) as states:
+    with StateRecorder(model, [count - 1], range(count)).record() as states:
         inputs = {name: batch[name] for name in INPUTS}
         hidden: Sequence[torch.Tensor] = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
     return LayerStates({**dict(enumerate(hidden[1:-1])), **states.outputs}, states.attention)

@@ -41,7 +41,7 @@ from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from distill.core.errors import first_line
-from distill.models.layer_states import Recording, recording_of
+from distill.models.layer_states import StateRecorder, recorder_of
 from distill.models.patch import output_rows
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
@@ -131,11 +131,11 @@ class _GraphedDecoder:
         others = {key: value for key, value in kwargs.items() if value is not None and key not in tensors}
         if others != {"use_cache": False} or any(tensor.requires_grad for tensor in tensors.values()):
             return self.launched(**kwargs)
-        recording = recording_of(self.decoder)
+        recorder = recorder_of(self.decoder)
         key = (
             tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            recording and (recording.outputs, recording.attention),
+            recorder and (recorder.outputs, recorder.attention),
         )
         if key not in self._captured:
             if len(self._captured) < SHAPES:
@@ -143,19 +143,19 @@ class _GraphedDecoder:
             return self.launched(**kwargs)
         captured = self._captured[key]
         if captured is None or captured.addresses != [p.data_ptr() for p in captured.parameters]:  # they have moved
-            captured = self._captured[key] = self._capture(tensors, recording)
+            captured = self._captured[key] = self._capture(tensors, recorder)
         if captured is None:
             return self.launched(**kwargs)
         graphs.replays += 1
         hidden, *states = captured(tensors)
-        if recording is not None:
-            recording.fill(states)
+        if recorder is not None:
+            recorder.fill(states)
         return BaseModelOutputWithPast(last_hidden_state=hidden)
 
-    def _capture(self, tensors: dict[str, torch.Tensor], recording: Recording | None) -> _Captured | None:
+    def _capture(self, tensors: dict[str, torch.Tensor], recorder: StateRecorder | None) -> _Captured | None:
         self._captures = True
         try:
-            return _Captured(self.graphs, self.decoder, tensors, recording, self.trains)
+            return _Captured(self.graphs, self.decoder, tensors, recorder, self.trains)
         except torch.OutOfMemoryError:
             why = "its graph does not fit into the GPU's memory beside the launched step"
         except (RuntimeError, TypeError, ValueError) as error:
@@ -177,7 +177,7 @@ class _Captured:
         graphs: DecoderGraphs,
         decoder: nn.Module,
         tensors: dict[str, torch.Tensor],
-        recording: Recording | None,
+        recorder: StateRecorder | None,
         trains: bool,
     ) -> None:
         self.graphs = graphs
@@ -197,7 +197,7 @@ class _Captured:
                 output = functional_call(decoder, stand_ins, (), {**self.inputs, "use_cache": False})
                 if more := {name for name, value in output.items() if value is not None} - {"last_hidden_state"}:
                     raise RuntimeError(f"its decoder returns more than hidden states: {', '.join(sorted(more))}")
-                return [output.last_hidden_state, *(recording.tensors() if recording is not None else ())]
+                return [output.last_hidden_state, *(recorder.tensors() if recorder is not None else ())]
 
             with _random_numbers_kept(), _without_random_state_of_checkpoints(decoder):
                 self._warm_up(call)
@@ -229,7 +229,8 @@ class _Captured:
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """Replay the forward's graph and return copies of its outputs."""
         self.graphs.replay(self.forward)
-        return tuple(output.clone() for output in self.outputs)
+        hidden, *states = self.outputs
+        return (hidden.clone(), *(torch._foreach_mul(states, 1) if states else ()))  # copies, all states in one launch
 
     def keep_gradients_in_use(self) -> None:
         """Copy the parameters' gradients that lie in the graph's memory."""
@@ -299,9 +300,8 @@ class _Replay(torch.autograd.Function):
                 "backward: expected one backward a forward, got a second; a graph's activations are gone"
             )
         ctx.alive = None
-        given = (gradient for gradient, has in zip(upstream, captured.has_gradient, strict=True) if has)
-        for own, gradient in zip(captured.upstream, given, strict=True):
-            own.copy_(gradient)
+        given = [gradient for gradient, has in zip(upstream, captured.has_gradient, strict=True) if has]
+        torch._foreach_copy_(captured.upstream, given)
         captured.graphs.replay(captured.backward)
         captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy

@@ -1,6 +1,7 @@
 """Recording of chosen layers' states while a model's decoder runs: outputs of layers, and what attention gets.
 
-    with record_states(model, outputs=[3], attention=[5]) as states:
+    recorder = StateRecorder(model, outputs=[3], attention=[5])
+    with recorder.record() as states:
         hidden = decoder(**inputs)
     states.outputs[3], states.attention[5].query
 
@@ -8,7 +9,7 @@ Nothing else is kept, unlike with `output_hidden_states`. Hooks are on the layer
 block alone, within the forward of whatever wraps the model (DDP, FSDP): a layer that is computed a second time, for its
 gradient, is not recorded again. Queries, keys and values are taken where transformers' layers call their attention
 function, so they are the same for every form of the projections and for every attention back end. A CUDA graph of the
-decoder (graphs.py) runs no hooks when it is replayed: it finds the recording by `recording_of` and fills it.
+decoder (graphs.py) runs no hooks when it is replayed: it finds the recorder by `recorder_of` and fills it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
 
-RECORDING = "_distill_recording"  # attribute of a decoder whose states are recorded
+RECORDER = "_distill_recorder"  # attribute of a decoder whose states are recorded
 
 
 class AttentionInputs(NamedTuple):
@@ -53,18 +54,58 @@ class LayerStates(NamedTuple):
     attention: dict[int, AttentionInputs]
 
 
-class Recording(NamedTuple):
-    """A recording that is under way.
+class StateRecorder:
+    """Recorder of chosen layers' states of a causal language model, bare or inside PEFT.
+
+    Args:
+        model: The model, whose layers are found once.
+        outputs: Numbers of layers whose outputs are recorded.
+        attention: Numbers of layers whose attention's inputs are recorded.
 
     Attributes:
         states: States of the present forward.
-        outputs: Numbers of the layers whose outputs are recorded.
-        attention: Numbers of the layers whose attention's inputs are recorded.
     """
 
-    states: LayerStates
-    outputs: tuple[int, ...]
-    attention: tuple[int, ...]
+    def __init__(self, model: nn.Module, outputs: Collection[int] = (), attention: Collection[int] = ()) -> None:
+        self.outputs, self.attention = tuple(outputs), tuple(attention)
+        self.states = LayerStates({}, {})
+        self._decoder, self._name = decoder_of(model), type(bare(model)).__name__
+        _, layers = find_layers(model)
+        self._layers = {number: layers[number] for number in outputs}
+        self._owners = {id(module): number for number in attention for module in layers[number].modules()}
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[LayerStates]:
+        """Record the states of a forward inside the block.
+
+        Raises:
+            ValueError: On exit, where a layer did not run, has outputs of another form than [B, S, hidden], or does not
+                attend through transformers' attention interface.
+        """
+        self.states = states = LayerStates({}, {})
+        hooks = [
+            layer.register_forward_hook(functools.partial(_keep, states, number))
+            for number, layer in self._layers.items()
+        ]
+        self._decoder.__dict__[RECORDER] = self
+        try:
+            with _recorded_attention(states, self._owners) if self._owners else contextlib.nullcontext():
+                yield states
+        finally:
+            del self._decoder.__dict__[RECORDER]
+            for hook in hooks:
+                hook.remove()
+        if missing := sorted(set(self.outputs) - states.outputs.keys()):
+            raise ValueError(
+                f"loss.terms: hidden_state: layer {missing[0]} of {self._name} has no output [batch, tokens, hidden] "
+                "to compare"
+            )
+        if missing := sorted(set(self.attention) - states.attention.keys()):
+            raise ValueError(
+                f"loss.terms: attention_relation: layer {missing[0]} of {self._name} does not call attention through "
+                "transformers' attention interface (eager attention, or none); set attention to sdpa, or leave the "
+                "term out"
+            )
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the states of the present forward: outputs of layers, then queries, keys and values."""
@@ -72,7 +113,7 @@ class Recording(NamedTuple):
         return outputs + [each for number in self.attention for each in self.states.attention[number]]
 
     def fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Put the states of a forward that ran no hook in place, in the order of `tensors()`."""
+        """Put the states of a forward that ran no hooks in place, in the order of `tensors()`."""
         found = iter(tensors)
         for number in self.outputs:
             self.states.outputs[number] = next(found)
@@ -80,47 +121,9 @@ class Recording(NamedTuple):
             self.states.attention[number] = AttentionInputs(next(found), next(found), next(found))
 
 
-def recording_of(decoder: nn.Module) -> Recording | None:
-    """Return the recording of a decoder's states that is under way; None without one."""
-    return decoder.__dict__.get(RECORDING)
-
-
-@contextlib.contextmanager
-def record_states(
-    model: nn.Module, outputs: Collection[int] = (), attention: Collection[int] = ()
-) -> Iterator[LayerStates]:
-    """Record states of chosen layers of a causal language model, bare or inside PEFT, while its decoder runs.
-
-    Args:
-        outputs: Numbers of layers whose outputs are recorded.
-        attention: Numbers of layers whose attention's inputs are recorded.
-
-    Raises:
-        ValueError: On exit, where a layer did not run, has outputs of another form than [B, S, hidden], or does not
-            attend through transformers' attention interface.
-    """
-    states, decoder = LayerStates({}, {}), decoder_of(model)
-    _, layers = find_layers(model)
-    hooks = [layers[number].register_forward_hook(functools.partial(_keep, states, number)) for number in outputs]
-    owners = {id(module): number for number in attention for module in layers[number].modules()}
-    decoder.__dict__[RECORDING] = Recording(states, tuple(outputs), tuple(attention))
-    try:
-        with _recorded_attention(states, owners) if owners else contextlib.nullcontext():
-            yield states
-    finally:
-        del decoder.__dict__[RECORDING]
-        for hook in hooks:
-            hook.remove()
-    name = type(bare(model)).__name__
-    if missing := sorted(set(outputs) - states.outputs.keys()):
-        raise ValueError(
-            f"loss.terms: hidden_state: layer {missing[0]} of {name} has no output [batch, tokens, hidden] to compare"
-        )
-    if missing := sorted(set(attention) - states.attention.keys()):
-        raise ValueError(
-            f"loss.terms: attention_relation: layer {missing[0]} of {name} does not call attention through "
-            "transformers' attention interface (eager attention, or none); set attention to sdpa, or leave the term out"
-        )
+def recorder_of(decoder: nn.Module) -> StateRecorder | None:
+    """Return the recorder that records a decoder's present forward; None without one."""
+    return decoder.__dict__.get(RECORDER)
 
 
 def _keep(states: LayerStates, number: int, module: nn.Module, inputs: object, output: object) -> None:

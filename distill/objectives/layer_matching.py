@@ -2,7 +2,7 @@
 
     matching = layer_matching(teacher.models, student, section)
     with matching.record_teacher() as states: targets = teacher.targets(batch)
-    with states.record_student(student, position_ids): hidden = decoder(...)
+    with states.record_student(position_ids): hidden = decoder(...)
     # `states` reaches the terms' losses (layer_losses.py) through the student's forward
 
 Only a teacher whose model runs in this process has states of layers; they are recorded while it computes its targets.
@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from distill.core.errors import RunError
 from distill.models.head import attention_sizes, bare
-from distill.models.layer_states import LayerStates, record_states
+from distill.models.layer_states import LayerStates, StateRecorder
 from distill.models.layers import layers_of
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
 from distill.recipe.loss import Loss
@@ -110,10 +110,10 @@ class StepStates:
         self.sums: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def record_student(self, student: nn.Module, position_ids: torch.Tensor | None) -> Iterator[None]:
+    def record_student(self, position_ids: torch.Tensor | None) -> Iterator[None]:
         """Record the student's states inside the block."""
         self.documents = None if position_ids is None else (position_ids == 0).cumsum(-1)
-        with self.matching.recorded(student, 0) as self.student:
+        with self.matching.of_student.record() as self.student:
             yield
 
     def record(self, name: str, values: torch.Tensor) -> None:
@@ -141,6 +141,7 @@ class LayerMatching:
 
     def __init__(self, terms: Sequence[MatchedTerm], teacher: nn.Module, student: nn.Module) -> None:
         self.terms, self.teacher, self.inner = terms, teacher, bare(student)
+        self.of_student, self.of_teacher = self._recorder(student, 0), self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
         if len(self.projections):
             self.inner.add_module(MODULE, self.projections)
@@ -154,18 +155,18 @@ class LayerMatching:
         """Return what belongs to a term of the recipe, whatever its weight in this step."""
         return next(each for each in self.terms if each.term == term.model_copy(update={"weight": 1.0}))
 
-    def recorded(self, model: nn.Module, side: int) -> contextlib.AbstractContextManager[LayerStates]:
-        """Return a context manager that records the compared states of the student (`side` 0) or the teacher (1)."""
+    def _recorder(self, model: nn.Module, side: int) -> StateRecorder:
+        """Return the recorder of the compared states of the student (`side` 0) or the teacher (1)."""
         outputs, attention = (
             sorted({pair[side] for each in self.terms if isinstance(each.term, kind) for pair in each.pairs})
             for kind in (HiddenStateTerm, AttentionRelationTerm)
         )
-        return record_states(model, outputs, attention)
+        return StateRecorder(model, outputs, attention)
 
     @contextlib.contextmanager
     def record_teacher(self) -> Iterator[StepStates]:
         """Record the teacher's states inside the block, in which it computes its targets."""
-        with self.recorded(self.teacher, 1) as states:
+        with self.of_teacher.record() as states:
             yield StepStates(self, states)
 
     def save(self, checkpoint: Path, *, writes: bool) -> None:
