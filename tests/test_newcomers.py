@@ -41,6 +41,7 @@ from distill.training.progress import ProgressReport
         ("student.lora=16", "got 16; as in student.lora: {r: 16}"),
         ("lora=16", "lora: unknown field; did you mean student.lora? as in student.lora: {r: 16, alpha: 32}"),
         ("data.path=chats.jsonl", "did you mean data.source?"),
+        ("student.name=x", "student.name: unknown field; did you mean name of the recipe itself?"),
         ("micro_batch_size=2", "did you mean train.batch_size?"),
         ("teacher.torch_dtype=auto", "did you mean teacher.dtype?"),
         ("teacher.dtype=bf16", "got 'bf16'; did you mean bfloat16?"),

@@ -188,12 +188,17 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
         field, last = alias.field, alias.field.rpartition(".")[2]
         if last in section and ".".join(parents) != field.rpartition(".")[0]:
             field = ".".join([*path[:-1], last])  # the same field of the other model
-        return " ".join(filter(None, [f"did you mean {field}?" if field else "", alias.cure]))
+        return " ".join(filter(None, [_meant(field, name) if field else "", alias.cure]))
     near = did_you_mean(name, section)
     everywhere = _paths(model)
     if near.startswith("known") and (same := [path for path in everywhere if path.rpartition(".")[2] == name]):
-        return f"did you mean {' or '.join(same)}?"
+        return _meant(" or ".join(same), name)
     return near
+
+
+def _meant(field: str, name: str) -> str:
+    """Return a suggestion of a field, which may be the one that was given, at the top of the recipe."""
+    return f"did you mean {field}{' of the recipe itself' * (field == name)}?"
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -23,6 +23,7 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 from distill.core.units import plural
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
+from distill.data.copies import Chosen, count_copies
 from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
@@ -154,17 +155,27 @@ def load_rows(
         chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
         held_out = [(other, np.flatnonzero(np.isin(pieces, chosen)))] * len(sources)
         rests = [np.arange(len(documents.origin)) for documents, _, _ in sources]
-    parts, twice = [], 0
+    parts, trained, twice = [], list[Chosen](), 0
     for number, (documents, report, key) in enumerate(sources):
         others = [o.origin[c] for n, (o, c) in enumerate(held_out) if not (own and n == number)]
         rest = rests[number]
         if others:  # documents held out by one source are not trained on from another
             rest = rest[~np.isin(documents.origin[rest], np.concatenate(others))]
             twice += len(rests[number]) - len(rest)
+        trained.append((documents, rest))
         settings = ("-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
         parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
     if twice:
         logger.warning("%d documents of the training data are also held out, so they are not trained on", twice)
+    held_out = held_out if own else held_out[:1]
+    key = cache_key("copies", keys, [section.model_dump() for section in sections])
+    if copies := count_copies(trained, held_out, key, cache=data.cache):
+        logger.warning(
+            "%s of %s are also trained on, token by token, as a document or its beginning, so that held-out metrics "
+            "are too good; remove the copies, or set data.validation.source",
+            f"{copies:,}",
+            plural(sum(len(chosen) for _, chosen in held_out), "held-out document"),
+        )
     return parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
 
 
@@ -284,9 +295,6 @@ def _validation_part(data: Data) -> Part:
     kind = "auto" if data.parts[0].data.format == "prompts" else data.parts[0].data.format
     update: dict[str, object] = {"format": kind, "source": place, "sources": [], "split": split, "max_rows": None}
     return data.parts[0]._replace(field="data.validation.source", data=data.model_copy(update=update), teacher=None)
-
-
-Chosen = tuple[Documents, np.ndarray]  # documents, and the indices of the chosen ones
 
 
 def _pack(

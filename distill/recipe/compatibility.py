@@ -132,7 +132,7 @@ PROPERTIES: dict[str, Property] = {
     "hidden states of layers": Property(
         "a teacher whose layers are computed in the run's own processes",
         _without_layers,
-        "set teacher.type to model, without keep, and parallel.teacher to auto, copied or sharded",
+        "set teacher.type to model, leave online_cache out, and set parallel.teacher to auto, copied or sharded",
     ),
     "one teacher": Property(
         "one teacher", _or_none(lambda recipe: bool(recipe.teachers), "teachers"), "give teacher in its place"
