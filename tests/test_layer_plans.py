@@ -9,12 +9,16 @@ from distill_kernels.launch import HAS_TRITON
 from distill_kernels.launch_plans import PlannedFunction
 from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope
 from distill_kernels.primitives import probability_kl, row_softmax
+from distill_kernels.quantisation import fake_quantise
+from distill_kernels.quantisation.formats import FORMATS
+from distill_kernels.quantisation.number_format import Scales
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
     from scripts.bench.host_cost import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 MODULES = (bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, probability_kl, row_softmax, flash, flash_backward)
+MODULES += (fake_quantise,)
 
 
 def address(value):
@@ -54,6 +58,8 @@ def started(monkeypatch):
             if hasattr(module, name):
                 op = getattr(module, name)
                 monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(fake_quantise, name, PlannedFunction(getattr(fake_quantise, name).function))
     with stand_in_gpu(*MODULES, make=Noted) as kernels:
         started.clear()
         yield started, kernels
@@ -151,6 +157,30 @@ def compare(before, after, known, buffers):
             assert one == other if one in known else buffers.setdefault(one, other) == other
         else:
             assert one == other and type(one) is type(other)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "int4_g32", "nvfp4", "q8_0"])
+def test_matrices_of_one_shape_are_rounded_by_one_plan(name, in_place, started):
+    log, kernels = started
+    form = FORMATS[name]
+
+    def drawn_scales():
+        return Scales(*(torch.rand(8, 256 // form.block) for _ in range(1 + form.has_minimum)))
+
+    for turn in range(4):
+        log.clear()
+        looked_up = sum(kernel.looked_up for kernel in kernels)
+        weight, out, upstream = (torch.randn(8, 256) for _ in range(3))
+        dw = upstream if in_place else torch.randn(8, 256)
+        scales, gradients = drawn_scales(), drawn_scales()
+        fake_quantise.fake_quantise_into(out, weight, form, scales)
+        fake_quantise.learned_gradients(weight, scales, upstream, form, (dw, gradients))
+        read = (weight, scales.scale, weight if scales.minimum is None else scales.minimum)
+        written = (dw, gradients.scale, gradients.scale if gradients.minimum is None else gradients.minimum)
+        for (_, _, given), tensors in zip(log, ((*read, out), (*read, upstream, *written)), strict=True):
+            assert given[0] == tuple(tensor.data_ptr() for tensor in tensors)
+        assert (sum(kernel.looked_up for kernel in kernels) == looked_up) == (turn > 1)
 
 
 @pytest.mark.parametrize("used", [0, 1])

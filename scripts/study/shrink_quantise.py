@@ -164,7 +164,7 @@ def trained(setup: Setup, teacher: Any, arm: str, seed: int) -> Any:
 
 def step_times(setup: Setup) -> None:
     """Print the median time of a step without quantisation and in each format, and the ratio to the first."""
-    names, steps = ("none", *get_args(WeightFormat)), setup.options.step_times
+    names, steps = ("none", *setup.options.formats), setup.options.step_times
     found: dict[str, list[float]] = {name: [] for name in names}
     large = copy.deepcopy(setup.model).requires_grad_(False)
     if setup.device.type == "cuda":
@@ -276,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--step-times", type=int, metavar="N", help="time N steps, twice a format, and train nothing")
     parser.add_argument("--cuda-graph", action="store_true", help="with --step-times: steps from CUDA graphs")
+    parser.add_argument("--formats", nargs="*", default=get_args(WeightFormat), help="with --step-times: these formats")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     section = Student(model=options.model)

@@ -16,7 +16,7 @@ import torch
 
 from distill_kernels.kernel_op import check_floats
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch_plans import PlannedFunction, launch
 from distill_kernels.quantisation.formats import (
     check_fits,
     reference_fake_quantise,
@@ -192,20 +192,58 @@ def fake_quantise_into(
         return
     if scales is None and not form.in_kernel:
         scales = form.snap(form.first(weight))
-    weight = weight.contiguous()
+    _run(_forward, weight.contiguous(), *_parts(scales), out, form)
+
+
+def _launch_forward(
+    weight: torch.Tensor, scale: torch.Tensor | None, minimum: torch.Tensor | None, out: torch.Tensor, form: Format
+) -> None:
     grid, blocks, constants = _shape(weight, form)
-    constants |= {"SIGNED": form.signed, "ROUNDS_BY_STORED": form.rounds_by_stored, "GIVEN": scales is not None}
+    constants |= {"SIGNED": form.signed, "ROUNDS_BY_STORED": form.rounds_by_stored, "GIVEN": scale is not None}
     constants |= {"BFLOAT16": form.scale_dtype == torch.bfloat16}
     if blocks:
-        scale, minimum = _pointers(weight, scales)
-        launch(_forward_kernel, grid, (weight, scale, minimum, out), blocks, **constants)
+        launch(_forward_kernel, grid, (weight, _or(scale, weight), _or(minimum, weight), out), blocks, **constants)
 
 
-def _pointers(weight: torch.Tensor, scales: Scales | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensors of scales that a kernel takes; `weight` for those that it does not read."""
+def _launch_backward(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    upstream: torch.Tensor,
+    dw: torch.Tensor | None,
+    dscale: torch.Tensor,
+    dminimum: torch.Tensor | None,
+    form: Format,
+) -> None:
+    """Launch the backward; None for `dw` takes the place of `upstream`."""
+    grid, blocks, constants = _shape(weight, form)
+    outputs = (_or(dw, upstream), dscale, _or(dminimum, dscale))
+    if blocks:
+        launch(_backward_kernel, grid, (weight, scale, _or(minimum, weight), upstream, *outputs), blocks, **constants)
+
+
+# a step rounds hundreds of matrices of few shapes
+_forward, _backward = PlannedFunction(_launch_forward), PlannedFunction(_launch_backward)
+
+
+def _run(planned: PlannedFunction, *args: Any) -> None:
+    found = planned.find(args) or planned.add(args)
+    if found is None:
+        planned.function(*args)
+    else:
+        planned.run(*found, args)
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or another for a pointer that a kernel does not read."""
+    return other if tensor is None else tensor
+
+
+def _parts(scales: Scales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return contiguous scales and minima, None for those that there are not."""
     if scales is None:
-        return weight, weight
-    return scales.scale.contiguous(), weight if scales.minimum is None else scales.minimum.contiguous()
+        return None, None
+    return scales.scale.contiguous(), None if scales.minimum is None else scales.minimum.contiguous()
 
 
 @torch.no_grad()
@@ -239,13 +277,11 @@ def learned_gradients(
                 own.copy_(part)
         return found if out is None else out
     weight, upstream = weight.contiguous(), upstream.contiguous()
-    scale, minimum = _pointers(weight, scales)
+    scale, minimum = _parts(scales)
+    assert scale is not None
     if out is None:
         more = torch.empty_like(scale) if form.has_minimum else None
         out = torch.empty_like(upstream), Scales(torch.empty_like(scale), more)
     dw, (dscale, dminimum) = out
-    grid, blocks, constants = _shape(weight, form)
-    if blocks:
-        outputs = (dw, dscale, dscale if dminimum is None else dminimum)
-        launch(_backward_kernel, grid, (weight, scale, minimum, upstream, *outputs), blocks, **constants)
+    _run(_backward, weight, scale, minimum, upstream, None if dw is upstream else dw, dscale, dminimum, form)
     return out
