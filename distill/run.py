@@ -272,14 +272,16 @@ class Run:
             SystemExit: Code 0, after a signal and a checkpoint.
         """
         trainer = opened.trainer
-        with without_known_warnings():
-            trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
-        guard = trainer.listeners.find(StepGuard)
-        if guard.stopping and trainer.state.global_step < trainer.args.max_steps:
+        try:
+            with without_known_warnings():
+                trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
+        except SystemExit:
+            guard, step = trainer.listeners.find(StepGuard), trainer.state.global_step
+            if not guard.stopping:  # a plugin's
+                raise
             if is_main_process():
-                step = trainer.state.global_step
                 console.print_lines(f"stopped by {guard.ended_by_signal} after step {step}; continue with --resume")
-            raise SystemExit(0)
+            raise SystemExit(0) from None
         return opened
 
     def conclude(self, trained: Opened) -> RunResult:

@@ -21,6 +21,7 @@ def arguments(folder, **settings):
     [
         {"label_smoothing_factor": 0.1},
         {"bf16_full_eval": True},
+        {"enable_jit_checkpoint": True},
         {"compute_metrics": lambda prediction: {}},
         {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs["loss"]},
         {"preprocess_logits_for_metrics": lambda logits, labels: logits},

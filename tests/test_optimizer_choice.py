@@ -88,6 +88,8 @@ def test_unavailable_report_targets_are_refused_before_the_run(workplace, librar
     [
         ("{label_smoothing_factor: 0.1}", "label_smoothing_factor is set by loss.label_smoothing"),
         ("{use_liger_kernel: true}", "use_liger_kernel: expected false"),
+        ("{accelerator_config: {split_batches: true}}", "accelerator_config.split_batches: expected false"),
+        ("{enable_jit_checkpoint: true}", "enable_jit_checkpoint: expected false, since it takes SIGTERM"),
         ("{adam_beta2: much}", "adam_beta2: expected a number, got 'much'"),
         ("{dataloader_drop_last: 3}", "dataloader_drop_last: expected true or false, got 3"),
         ("{lr_scheduler_kwargs: {cycles: 2}}", "lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'"),

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 FUSED = "fused_adamw"
 MIN_STEPS, MIN_HELD_OUT_TOKENS = 20, 2_000  # below these a run's figures are mostly chance
+# flags of transformers with which a run goes wrong, and why
+UNFIT_ARGUMENTS = {
+    "accelerator_config.split_batches": "train.batch_size is the batch of each process, not of all",
+    "enable_jit_checkpoint": "it takes SIGTERM from the run, which writes a checkpoint then and stops",
+    "use_liger_kernel": "it replaces the forward that computes this loss",
+}
 
 
 def accumulation_steps(train: Train, data: Data, world: int) -> int:
@@ -117,11 +123,11 @@ def require_arguments(given: Mapping[str, Any]) -> None:
             f"train.arguments.{unknown[0]}: expected an argument of transformers.TrainingArguments, which has none of "
             "this name"
         )
-    if given.get("use_liger_kernel"):
-        raise ValueError(
-            "train.arguments.use_liger_kernel: expected false, since it replaces the forward that computes this "
-            "loss; leave it out"
-        )
+    for name, why in UNFIT_ARGUMENTS.items():
+        section, _, key = name.rpartition(".")
+        found = given.get(section) if section else given
+        if isinstance(found, Mapping) and found.get(key):
+            raise ValueError(f"train.arguments.{name}: expected false, since {why}; leave it out")
     for name, value in given.items():
         field = TrainingArguments.__dataclass_fields__[name]
         kind = float if "float" in str(field.type) and field.default is not None else type(field.default)

@@ -32,6 +32,7 @@ NOT_READ = {
     "label_smoothing_factor": "label_smoothing of loss=Loss(...)",
     "bf16_full_eval": "bf16, or models in bfloat16",
     "fp16_full_eval": "fp16, or models in float16",
+    "enable_jit_checkpoint": "nothing: SIGTERM writes a checkpoint without it",
     "use_liger_kernel": "nothing: the loss is fused already, and Liger's forward would replace it",
 }
 

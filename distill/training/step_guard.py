@@ -91,6 +91,7 @@ class StepGuard(StepListener):
 
         Raises:
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
+            SystemExit: SIGTERM or SIGHUP, likewise; code 128 + the signal's number.
             ValueError: Loss or gradients were NaN or infinite in every step.
         """
         with self.stop_on_signals():
@@ -100,6 +101,8 @@ class StepGuard(StepListener):
             self.check_learning(self._state.global_step)
         elif self.interrupted:
             raise KeyboardInterrupt
+        elif self.stopping:
+            raise SystemExit(128 + signal.Signals[self.ended_by_signal])
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Keep the trainer's state, which tells how many steps it has made at the end."""

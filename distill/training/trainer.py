@@ -179,12 +179,15 @@ class DistillationTrainer(TransformersCompat):
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return, `StepGuard.stopping` set.
+        """Extend `Trainer`'s method: signals end it after the current step and its checkpoint.
+
+        A script must not go on with a student that is trained in part, so the exceptions of the signals are raised.
 
         Raises:
             RunError: Loss or gradients stay NaN or infinite.
             ValueError: They were NaN or infinite in every step, so that the student is unchanged.
-            KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
+            KeyboardInterrupt: Ctrl-C.
+            SystemExit: SIGTERM (code 143) or SIGHUP (129).
         """
         with self.listeners.training():
             return super().train(*args, **kwargs)
