@@ -121,6 +121,11 @@ class PlannedFunction:
         """Return the plans of all descriptions."""
         return [plan for _, _, known in self._forms.values() for plans in known.values() for plan in plans]
 
+    def forget(self) -> None:
+        """Drop all plans."""
+        self._forms.clear()
+        self._count = 0
+
     def find(self, args: tuple[Any, ...]) -> tuple[LaunchPlan, tuple[torch.Tensor, ...]] | None:
         """Return the plan for `args`, and the tensors among them; None if they were not seen yet."""
         form = self._forms.get(tuple(map(type, args)))
@@ -146,8 +151,7 @@ class PlannedFunction:
         if any(isinstance(value, torch.Tensor) or type(value).__hash__ is None for value in values):
             return None
         if self._count >= MAX_CACHED_LAUNCHES:  # shapes that are new with every batch
-            self._forms.clear()
-            self._count = 0
+            self.forget()
         if kinds not in self._forms:
             self._forms[kinds] = (picker(places), picker(others), {})
         tensors_of, values_of, known = self._forms[kinds]
