@@ -1,6 +1,8 @@
 """Packed folders read by others: the program that test_engine_packed.py runs in vLLM's environment.
 
 python engine_packed.py transformers|vllm IDS OUTPUT FOLDER...     # log-probabilities of the next token, by folder
+
+Where vLLM refuses a folder, its message takes their place.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ def by_transformers(folder: str, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids[None]).logits[0].log_softmax(-1)
 
 
-def by_vllm(folder: str, ids: torch.Tensor) -> torch.Tensor:
+def by_vllm(folder: str, ids: torch.Tensor) -> torch.Tensor | str:
     """Log-probabilities [S, V] as vLLM computes in float16, the dtype of its kernels for 4 bits on CPUs."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(folder, dtype="float16", enforce_eager=True, max_model_len=128, max_logprobs=320, max_num_seqs=4)
+    settings = {"enforce_eager": True, "max_model_len": 128, "max_logprobs": 320, "max_num_seqs": 4}
+    try:
+        engine = LLM(folder, dtype="float16", **settings)
+    except ValueError as error:
+        return str(error)
     settings = SamplingParams(max_tokens=1, logprobs=320, prompt_logprobs=320)
     (output,) = engine.generate([{"prompt_token_ids": ids.tolist()}], settings, use_tqdm=False)
     found = torch.full((len(ids), 320), -torch.inf)

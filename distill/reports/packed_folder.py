@@ -72,9 +72,13 @@ def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed
             ]
         )
     model = read_weights(AutoModelForCausalLM, folder, "--format", dtype=torch.float32).eval()
-    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    before = _tensors_of(folder)  # by the names of the files, which differ from the model's where experts are joined
+    if absent := sorted(formats.keys() - before.keys()):
+        raise RecipeError(
+            [f"--format: {absent[0]} has another name in the files of a {type(model).__name__}; not packed"]
+        )
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in before.items():
         if name not in formats:
             tensors[name] = tensor.to(own.dtype) if tensor.is_floating_point() else tensor
             continue
@@ -84,17 +88,27 @@ def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed
         tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in own.pack(blocks).items()}
     for path in folder.glob("model*.safetensors*"):
         path.unlink()
-    if model.config.get_text_config().tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
     save_torch_state_dict(tensors, folder, max_shard_size=shard_size)
     config = read_json(folder / "config.json", "--format")
     by_layer = {name.removesuffix(".weight"): form for name, form in formats.items()}
     config["dtype"] = str(own.dtype).removeprefix("torch.")
-    config["quantization_config"] = own.configuration(by_layer, sorted(linears - set(by_layer)))
+    config["quantization_config"] = own.configuration(by_layer, sorted(_other_layers(model, before) - set(by_layer)))
     write_json(folder / "config.json", config)
     for file in (FORMAT_FILE, SCALES_FILE):
         (folder / file).unlink()
-    return _check(model, folder, formats, own)
+    return _check(model, folder, before, formats, own)
+
+
+def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder's files, by their names there."""
+    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def _other_layers(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the linear layers of a model, and routers and experts by their names in the files."""
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    stored = {name.rpartition(".")[0] for name, tensor in tensors.items() if tensor.ndim > 1 and "weight" in name}
+    return (stored - embeddings) | {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
 
 
 def _compressed_tensors(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
@@ -118,7 +132,8 @@ def _compressed_tensors(by_layer: Mapping[str, str], others: list[str]) -> dict[
 
 
 def _awq(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
-    """Return `quantization_config` as AutoAWQ writes it."""
+    """Return `quantization_config` as AutoAWQ writes it; vLLM looks for the name of all experts of a layer."""
+    others = sorted({*others, *(name.partition(".experts.")[0] + ".experts" for name in others if ".experts." in name)})
     sizes = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     return {"quant_method": "awq", **sizes, "modules_to_not_convert": others}
 
@@ -142,26 +157,30 @@ LAYOUTS = {
 
 
 @torch.no_grad()
-def _check(model: PreTrainedModel, folder: Path, formats: Mapping[str, str], layout: Layout) -> float:
+def _check(
+    model: PreTrainedModel,
+    folder: Path,
+    before: Mapping[str, torch.Tensor],
+    formats: Mapping[str, str],
+    layout: Layout,
+) -> float:
     """Hold the folder's weights to the student's; returns KL(student || folder)."""
-    written: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        written |= load_file(path)
-    values = dict(written)
-    for name, form in formats.items():
-        module = name.removesuffix("weight")
-        tensors = {key.removeprefix(module): tensor for key, tensor in written.items() if key.startswith(module)}
-        values[name] = layout.unpack(form, tensors)
-    for name, parameter in model.named_parameters():
-        exact = parameter if name in formats else parameter.to(layout.dtype)
-        if name not in values or not torch.equal(values[name].to(exact.dtype), exact):
+    written = _tensors_of(folder)
+    for name, tensor in before.items():
+        module, exact = name.removesuffix("weight"), tensor if name in formats else tensor.to(layout.dtype)
+        found = written.get(name)
+        if name in formats:
+            parts = {key.removeprefix(module): part for key, part in written.items() if key.startswith(module)}
+            found = layout.unpack(formats[name], parts)
+        if found is None or not torch.equal(found.to(exact.dtype), exact):
             raise RecipeError([f"--format: {name} differs in the files; not written"])
     tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer.json").is_file() else None
     ids = [tokenizer(text).input_ids for text in TEXTS] if tokenizer is not None else [list(range(32))]
     rows = [torch.tensor([row]) for row in ids]
-    before = [model(input_ids=row).logits[0].log_softmax(-1) for row in rows]
+    student = [model(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     for name, parameter in model.named_parameters():
-        parameter.copy_(values[name])
-    after = [model(input_ids=row).logits[0].log_softmax(-1) for row in rows]
-    total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(before, after, strict=True))
-    return total / sum(len(p) for p in before)
+        if name not in formats:  # the others were found equal
+            parameter.copy_(parameter.to(layout.dtype))
+    packed = [model(input_ids=row).logits[0].log_softmax(-1) for row in rows]
+    total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(student, packed, strict=True))
+    return total / sum(len(p) for p in student)

@@ -113,9 +113,7 @@ def quantise_for_training(
     weights = quantise_student(student, found, learned=learned, adapters=adapters, start=start, sharded=sharded)
     add_quantiser(trainer)
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")
-    if found.unfit:
-        line += f"; {len(found.unfit)} stay as they are, such as {found.unfit[0]}: rows that are not whole blocks"
-    return line
+    return "; ".join(part for part in (line, found.note()) if part)
 
 
 def _autocast(trainer: DistillationTrainer) -> torch.autocast:

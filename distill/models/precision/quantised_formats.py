@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +19,12 @@ from distill.core.files import write_json
 from distill.models.head import bare, find_head
 from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
-from distill.recipe.quantise import Quantise
+from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
 
 FORMAT_FILE = "quantised.json"  # in a folder of weights: the format of each
 SCALES_FILE = "quantised_scales.safetensors"  # in a folder of weights: the scales of each, as the file holds them
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")  # linear layers that servers keep in 16 bits
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # linear layers that vLLM joins
 CODES_FILE = "quantised_codes.safetensors"  # beside an adapter, whose folder has no weights: the codes of each weight
 
 
@@ -32,13 +35,22 @@ class Formats(NamedTuple):
         main: Format of the recipe.
         by_name: Name of the format of each parameter that is quantised, by its own name in the bare model.
         forms: The formats themselves, with the range that holds all weights of a module's layers, such as attention.
-        unfit: Names of layers that stay as they are, since their rows are not whole blocks.
+        unfit: Names of matrices that stay as they are: rows that are not whole blocks, and experts in one tensor.
+        unfit_share: Share of the weights of decoder layers that are in these.
     """
 
     main: str
     by_name: dict[str, str]
     forms: dict[str, Format]
     unfit: list[str]
+    unfit_share: float = 0.0
+
+    def note(self) -> str:
+        """Return a line on the matrices that stay as they are; empty where there are none."""
+        if not self.unfit:
+            return ""
+        which = f"{len(self.unfit)} matrices ({self.unfit_share:.0%} of the layers' weights)"
+        return f"{which} stay as they are, such as {self.unfit[0]}: rows that are not whole blocks, or experts"
 
 
 class SavedBlocks(NamedTuple):
@@ -112,15 +124,15 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     """Return the formats that a recipe's section gives the parameters of a model.
 
     Raises:
-        ValueError: A key of `modules` that names no linear layer, two formats for one tied weight, or a model without
-            linear layers.
+        ValueError: A key of `modules` that names no linear layer, two formats for one tied weight or for layers that
+            vLLM joins, or a model without linear layers that the format holds.
     """
     model = bare(model)
     prefix, layers = find_layers(model)
     linears = {
         plain_name(name): module
         for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear) and ".lora_" not in name
+        if isinstance(module, nn.Linear) and ".lora_" not in name and not ROUTER.search(name)
     }
     wanted: dict[str, str] = {f"{prefix}.{name}.weight": section.format for name in linears}
     if section.format == "q4_k":
@@ -151,8 +163,33 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     kept = {name: form for name, form in wanted.items() if form != "keep"}
     fitting = {name: fitting_format(form, parameters[name].shape[-1]) for name, form in kept.items()}
     by_name = {name: form for name, form in fitting.items() if form is not None}
-    unfit = [name for name in kept if name not in by_name]
-    return Formats(section.format, by_name, _with_ranges(by_name, parameters), unfit)
+    own = [f"{prefix}.{name}.weight" for name in linears]
+    if not by_name.keys() & set(own) and kept.keys() & set(own):
+        raise ValueError(
+            f"student.quantise.format: no linear layer has rows that are whole blocks of {section.format}; expected "
+            f"hidden and intermediate sizes that are multiples of 32, got {own[0]} of {tuple(parameters[own[0]].shape)}"
+        )
+    if section.format not in FORMATS_OF_GGUF:
+        _check_joined(prefix, linears, by_name)
+    parts = {name: p for name, p in parameters.items() if name.startswith(f"{prefix}.")}
+    experts = [name for name, p in parts.items() if p.ndim == 3 and not name.endswith("conv1d.weight")]
+    unfit = [name for name in (*kept, *experts) if name not in by_name]
+    share = sum(parts[name].numel() for name in unfit if name in parts) / sum(p.numel() for p in parts.values())
+    return Formats(section.format, by_name, _with_ranges(by_name, parameters), unfit, share)
+
+
+def _check_joined(prefix: str, linears: Iterable[str], by_name: Mapping[str, str]) -> None:
+    """Raise where layers that vLLM joins into one have several formats."""
+    for name in linears:
+        parent, _, last = name.rpartition(".")
+        siblings = next((joined for joined in JOINED if joined[0] == last), ())
+        found = {each: by_name.get(f"{prefix}.{parent}.{each}.weight", "keep") for each in siblings}
+        if len(set(found.values())) > 1:
+            each = ", ".join(f"{form} for {name}" for name, form in found.items())
+            raise ValueError(
+                f"student.quantise.modules: expected one format for {' and '.join(found)} of {prefix}.{parent}, which "
+                f"vLLM joins into one matrix, got {each}"
+            )
 
 
 def _with_ranges(by_name: Mapping[str, str], parameters: Mapping[str, torch.Tensor]) -> dict[str, Format]:
