@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import save_models, tiny_model
 from torch import nn
+from transformers import AutoConfig
 
 from distill.cli import run_command
 from distill.models.prune import candidates as prune_candidates
@@ -44,6 +45,15 @@ def test_shapes_cost_what_was_asked_for(kind, share):
     for each in found:
         assert 0.9 * share <= each.cost <= share and each.parameters == round(each.cost * whole)
     assert found == list(candidates(config, share, parameters_share(config))), "the same again"
+
+
+def test_sizes_of_real_models_hold_whole_blocks_of_quantised_weights():
+    """A hidden size of 468 would leave all layers that read it in 16 bits, a file in 4 bits or not."""
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = AutoConfig.for_model("llama", num_hidden_layers=8, vocab_size=1000, **shape)
+    found = list(candidates(config, 0.6, parameters_share(config)))
+    sizes = [getattr(each.cut, name) for each in found for name in ("hidden", "intermediate")]
+    assert len(found) >= 3 and any(sizes) and not [size for size in sizes if size is not None and size % 32]
 
 
 def test_the_divergence_is_that_of_all_logits():

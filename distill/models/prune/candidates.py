@@ -147,7 +147,7 @@ def shape_at(
     kv_heads = max(1, round(full.kv_heads * kept.get("heads", 1.0)))
     heads = kv_heads * full.group
     share = kept.get("columns", 1.0)
-    narrower = {axis: _multiple(count, 64 if count >= 4096 else 8, share) for axis, count in columns.items()}
+    narrower = {axis: _multiple(count, _step(count), share) for axis, count in columns.items()}
     widths = full._replace(heads=heads, kv_heads=kv_heads, **narrower)
     if (routing := routing_of(config.get_text_config())) is not None:
         experts = int(routing.experts * kept.get("experts", 1.0)) // routing.groups * routing.groups
@@ -160,23 +160,28 @@ def shape_at(
     return FromTeacher(**fields, importance=importance or Importance())
 
 
+def _step(size: int) -> int:
+    """Return the step of a size: whole tiles of GPUs, where that is coarse whole blocks of 32 quantised weights."""
+    return 64 if size >= 1024 else 32 if size >= 256 else 8
+
+
 def _multiple(size: int, step: int, share: float) -> int:
     """Return the largest multiple of `step` within a share of a size; the size itself for the whole."""
     return size if share >= 1 else max(step, int(size * share) // step * step)
 
 
 def _hidden(config: PreTrainedConfig, widths: Widths, share: float) -> int:
-    """Return hidden channels within a share: a multiple of 64 (of 8 below 1024), and of the heads where the family's
-    configuration requires it."""
+    """Return hidden channels within a share: a multiple of `_step`, and of the heads where the family's configuration
+    requires it."""
     full, layers = widths.hidden, range(config.get_text_config().num_hidden_layers)
     if share >= 1 and full % widths.heads == 0:
         return full
-    step = 64 if full >= 1024 else 8
-    plain = _multiple(full, step, share)
+    plain = _multiple(full, _step(full), share)
     try:
         student_config(config, layers, widths._replace(hidden=plain))
     except ValueError:
-        step = math.lcm(GROUPED if widths.experts else 4, widths.heads)
+        whole = math.lcm(_step(full), widths.heads)
+        step = whole if whole <= full // 4 else math.lcm(GROUPED if widths.experts else 4, widths.heads)
         return max(step, _multiple(full, step, min(share, 1 - 1e-9)))
     return plain
 
