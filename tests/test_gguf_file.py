@@ -11,7 +11,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.cli import run_command
-from distill.models.load.loading import load_config
+from distill.models.load.loading import load_config, load_tokenizer
 from distill.recipe import Teacher
 from distill.reports import gguf_file
 from distill.reports.gguf_file import LLAMA_3, TEXTS, split_name, write_gguf
@@ -70,6 +70,8 @@ def test_a_header_is_read_once_until_the_file_changes(tmp_path, monkeypatch):
         ("llama", {"tie": False}),
         ("qwen2", {"tie": False}),
         ("qwen3", {"tie": True, "head_dim": 128}),
+        ("qwen3", {"tie": True, "head_dim": 24, "hidden": 40}),
+        ("llama", {"hidden": 40, "head_dim": 24}),
         ("mistral", {"tie": False, "sliding_window": None}),
     ],
 )
@@ -77,8 +79,12 @@ def test_a_file_reads_back_as_the_same_model(kind, more, tmp_path):
     folder = saved(tmp_path / "m", kind=kind, **more)
     written = write_gguf(folder, tmp_path / "m.gguf", "f32")
     assert written.kl == pytest.approx(0, abs=1e-6)
-    assert ("NFC" in written.note) == bool(written.note) == (kind == "qwen2"), "whose tokenizer normalises"
-    model, again = AutoModelForCausalLM.from_pretrained(folder), read_back(Path(written.path))
+    assert ("NFC" in written.note) == (kind == "qwen2"), "whose tokenizer normalises"
+    other_heads = kind == "qwen3" and more["head_dim"] != 128  # llama.cpp reads their width, transformers takes 128
+    assert ("transformers ignores the file's width of heads" in written.note) == other_heads
+    assert bool(written.note) == (other_heads or kind == "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    again = read_back(Path(written.path), **({"config": model.config} if other_heads else {}))
     ids = list(range(5, 300, 3))
     assert torch.allclose(logits(model, ids), logits(again, ids), atol=2e-4)
     one, two = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
@@ -121,9 +127,13 @@ def test_the_rope_scaling_of_llama_3_is_written(tmp_path):
     "kind, more, message",
     [
         ("gemma2", {}, "models of type 'gemma2' (supported: llama, mistral"),
-        ("llama", {"rope_parameters": LINEAR_ROPE}, "rope of type 'linear'"),
+        ("llama", {"rope_parameters": LINEAR_ROPE}, "rope of type 'linear' in a llama"),
         ("mistral", {"sliding_window": 16}, "sliding windows"),
-        ("llama", {"attention_bias": True}, "biases of a Llama"),
+        ("llama", {"attention_bias": True}, "biases of a llama"),
+        ("qwen3", {"attention_bias": True, "head_dim": 128}, "biases of a qwen3"),
+        ("llama", {"hidden_act": "gelu"}, "MLPs with gelu"),
+        ("qwen2", {"rope_parameters": LLAMA_3_ROPE}, "rope of type 'llama3' in a qwen2"),
+        ("qwen2", {"head_dim": 24}, "a qwen2 whose heads are 96 wide together, and its hidden channels 64"),
     ],
 )
 def test_models_that_the_format_cannot_describe_are_refused(kind, more, message, tmp_path):
@@ -181,16 +191,23 @@ def test_other_tokenizers_are_refused(tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"expected a tokenizer\.json"):
         write_gguf(folder, tmp_path / "m.gguf", "f32")
+    without_merges = save_tiny(tmp_path / "bytes")
+    with pytest.raises(ValueError, match=r"a tokenizer without merges, of which llama\.cpp reads none"):
+        write_gguf(without_merges, tmp_path / "m.gguf", "f32")
+
+
+def test_a_tokenizer_beside_a_file_is_not_taken_for_the_files(tmp_path):
+    """transformers prefers the folder's tokenizer.json, and then lacks the special tokens."""
+    folder = saved(tmp_path / "m")
+    write_gguf(folder, folder / "m.gguf", "f32")
+    saved(folder, pre_tokenizers.Digits(individual_digits=True))
+    loaded = load_tokenizer(Teacher(model=str(folder / "m.gguf")))
+    assert loaded.eos_token == "<|end|>" and loaded.pad_token == "<|pad|>" and loaded.chat_template
+    assert loaded(TEXTS[0]).input_ids == tiny_tokenizer(300)(TEXTS[0]).input_ids
+    assert Path(loaded.name_or_path) == folder
 
 
 # ---------------------------------------------------------------- the check
-
-
-def test_a_shape_that_readers_do_not_take_is_found(tmp_path):
-    """transformers takes Qwen3's head width to be 128, whatever the file says."""
-    folder = saved(tmp_path / "m", kind="qwen3", head_dim=24)
-    with pytest.raises(ValueError, match="transformers cannot read it back"):
-        write_gguf(folder, tmp_path / "m.gguf", "f32")
 
 
 @pytest.mark.few(2)
@@ -219,8 +236,8 @@ def test_a_file_that_tells_it_wrong_is_not_kept(told, message, tmp_path, monkeyp
         right = getattr(GGUFWriter, name)
         monkeypatch.setattr(GGUFWriter, name, lambda self, value: right(self, change(value)))
     with pytest.raises(ValueError, match=message):
-        write_gguf(folder, tmp_path / "m.gguf", "f32")
-    assert not list(tmp_path.glob("*.gguf"))
+        write_gguf(folder, folder / "m.gguf", "f32")  # beside the student's own tokenizer, as an export writes it
+    assert not list(folder.glob("*.gguf"))
 
 
 def test_the_command_writes_the_file_next_to_the_folder(tmp_path, monkeypatch, capsys):

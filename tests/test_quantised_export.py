@@ -19,6 +19,8 @@ from distill.models.precision.quantised_formats import formats_of
 from distill.models.precision.quantised_student import quantise_student
 from distill.recipe.quantise import Quantise
 from distill.reports.gguf_file import FORMAT_OF, write_gguf
+from distill.reports.packed_folder import pack_folder
+from distill.reports.round_weights import Rounding, quantise_model
 
 TEXT = "The teacher explains and the student listens. "
 
@@ -161,8 +163,8 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
 
 
 ADAPTER = (
-    "student.lora={r: 4, targets: [q_proj, v_proj, up_proj]}",
-    "student.quantise.modules={1.mlp.up_proj: keep}",  # an adapter on a weight that is not quantised
+    "student.lora={r: 4, targets: [q_proj, v_proj, down_proj]}",
+    "student.quantise.modules={1.mlp.down_proj: keep}",  # an adapter on a weight that is not quantised
     "train.save_every=2",
 )
 
@@ -193,9 +195,9 @@ def test_a_checkpoint_of_an_adapter_exports_the_merged_weights_that_were_trained
     assert run_command(["export", f"runs/{format}/checkpoint-2", "-o", "out", *arguments]) == 0
     kl = float(re.findall(r"a KL of (\S+) nats", capsys.readouterr().out)[0])
     assert abs(kl) < (1e-6 if reads is None else 1e-3), "embedding and norms are in 16 bits outside of GGUF"
-    for key in (key for key in formats if "_proj" in key and key.endswith(("up_proj.weight", "o_proj.weight"))):
+    for key in (key for key in formats if "_proj" in key and key.endswith(("down_proj.weight", "o_proj.weight"))):
         if reads is None:
-            name = key.replace("model.layers", "blk").replace("mlp.up_proj", "ffn_up")
+            name = key.replace("model.layers", "blk").replace("mlp.down_proj", "ffn_down")
             name = name.replace("self_attn.o_proj", "attn_output")
             tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "out-q4_0.gguf").tensors}
             read = torch.from_numpy(gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type))
@@ -276,7 +278,8 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     found = {}
     for method in ("nearest", "importance", "awq", "gptq"):
         data = [] if method == "nearest" else ["--data", "rows.jsonl", "--max-length", "64"]
-        assert run_command(["quantise", "./student", "-o", method, "--method", method, *data]) == 0
+        named = "rtn" if method == "nearest" else method  # round to nearest, as papers call it
+        assert run_command(["quantise", "./student", "-o", method, "--method", named, *data]) == 0
         assert f"wrote {method}: 15 matrices rounded to q4_0, {15 if method == 'nearest' else 14} by {method}" in (
             capsys.readouterr().out
         )
@@ -289,13 +292,8 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert (tmp_path / "packed" / "packed-q4_0.gguf").is_file()
     for arguments, message in (
         (["-f", "q5_1"], "--format: expected one of q4_0, q5_0, q8_0, q4_k, q6_k, int4_g32, int8, fp8, nvfp4, got 'q"),
-        (["--method", "hqq"], "--method: expected one of nearest, importance, awq, gptq, got 'hqq'"),
+        (["--method", "hqq"], "--method: expected one of nearest, rtn, importance, awq, gptq, got 'hqq'"),
         ([], "--data: required for a model with --method gptq; only a run has training rows"),
-        (
-            ["-f", "q6_k", "--pack"],
-            "--pack: expected a format of whole files (q8_0, q4_0, q4_k, int4_g32, int8, fp8, n",
-        ),
-        (["-f", "q5_0", "--pack"], "nvfp4), got q5_0; leave --pack out"),
         *(
             (["-f", form, "--method", method], f"{method} rounds layers in less than 8 bits; expected nearest with")
             for form in ("q8_0", "int8", "fp8")
@@ -327,16 +325,54 @@ def test_every_format_is_rounded_by_every_method_that_it_has(tmp_path, monkeypat
         for method in methods if form.is_learned else [None]:
             if folder == "wide" and method == "awq":
                 continue  # twenty searches of scales a group, a minute
-            pack = ["--pack"] * (name not in ("q5_0", "q6_k"))
             data = rows * (form.is_learned and method != "nearest")
             output = f"{name}-{method}"
-            arguments = ["-f", name, *(["--method", method] if method else []), *data, *pack]
+            arguments = ["-f", name, *(["--method", method] if method else []), *data, "--pack"]
             assert run_command(["quantise", folder, "-o", output, *arguments]) == 0, output
             printed = capsys.readouterr().out
             assert f"matrices rounded to {name}" in printed and f" 0 by {method}" not in printed, printed
-            if pack:
-                assert float(re.search(r"a KL of (\S+) nats", printed)[1]) < 1e-3, printed
+            assert float(re.search(r"a KL of (\S+) nats", printed)[1]) < 1e-3, printed
     assert list(tmp_path.glob("q4_k-*/*q4_k_m.gguf"))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_rounding(tmp_path):
+    """GPTQ without rows would be the next refusal."""
+    tokenizer = tiny_tokenizer(300)
+    model = tiny_model(tokenizer, hidden=64, kind="gemma2")
+    with pytest.raises(ValueError, match="--gguf: not supported: models of type 'gemma2'"):
+        quantise_model(model, tokenizer, tmp_path / "out", Rounding(Quantise(format="q4_0"), "gptq", []), pack=True)
+    with pytest.raises(ValueError, match="gptq needs rows"):
+        quantise_model(model, tokenizer, tmp_path / "out", Rounding(Quantise(format="q4_0"), "gptq", []))
+
+
+def test_a_rounded_folder_is_exported_like_a_run(workplace, tmp_path, capsys):
+    assert run_command(["quantise", "./student", "-o", "rounded", "--method", "rtn", "-f", "int4_g32"]) == 0
+    capsys.readouterr()
+    assert run_command(["export", "rounded", "-o", "packed", "--format", "awq"]) == 0
+    assert float(re.search(r"read back and compared: a KL of (\S+) nats", capsys.readouterr().out)[1]) < 1e-4
+    own, packed = load_file("rounded/model.safetensors"), load_file("packed/model.safetensors")
+    module = "model.layers.1.mlp.up_proj."
+    tensors = {name.removeprefix(module): part for name, part in packed.items() if name.startswith(module)}
+    assert torch.equal(unpack_awq(tensors), own[f"{module}weight"])
+    assert run_command(["export", "student", "-o", "whole", "--gguf", "q4_0"]) == 0, "a model's folder, too"
+    assert "rounding its weights to q4_0 costs a KL of" in capsys.readouterr().out
+    assert run_command(["export", "packed", "-o", "again"]) == 2
+    assert "is quantised (awq)" in capsys.readouterr().err
+
+
+def test_a_packed_mixture_of_experts_keeps_the_names_of_its_files(tmp_path):
+    """Readers find experts and routers in 16 bits: by the names that they have in files, which the model joins."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    save_quantised(tmp_path / "m", "int4_g32", kind="mixtral", **experts)
+    before = load_file(tmp_path / "m" / "model.safetensors")
+    assert pack_folder(tmp_path / "m", layout="awq") < 1e-2
+    after = load_file(tmp_path / "m" / "model.safetensors")
+    kept = {name for name in before if "experts" in name or name.endswith("gate.weight")}
+    assert len(kept) == 2 * (4 * 3 + 1) and all(torch.equal(after[name], before[name].half()) for name in kept)
+    assert {name.rpartition(".")[2] for name in after.keys() - before.keys()} == {"qweight", "qzeros", "scales"}
+    others = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    parents = {name.partition(".experts.")[0] + ".experts" for name in kept if ".experts." in name}
+    assert set(others) == {name.removesuffix(".weight") for name in kept} | parents | {"lm_head"}
 
 
 def test_a_run_is_rounded_on_its_own_rows(workplace, capsys):

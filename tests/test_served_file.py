@@ -80,14 +80,36 @@ def test_a_recipe_without_a_teacher_to_write_is_refused(setting):
         ("teacher.model=windowed", "sliding windows"),
         ("teacher.model=other", "models of type 'gemma2'"),
         ("teacher.model=unnamed", "has no name in the format"),
+        ("teacher.model=wide", "a qwen2 whose heads are 32 wide together, and its hidden channels 24"),
     ],
 )
 def test_a_student_that_the_file_cannot_hold_is_refused_before_it_is_trained(place, capsys, setting, message):
     tokenizer = tiny_tokenizer(420)
     tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     save_tiny(place / "windowed", tiny_model(tokenizer, kind="mistral", sliding_window=16), tokenizer)
+    save_tiny(place / "wide", tiny_model(tokenizer, kind="qwen2"), tokenizer)
     save_tiny(place / "other", tiny_model(tokenizer, kind="gemma2"), tokenizer)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(), Digits(), ByteLevel(add_prefix_space=False)])
     save_tiny(place / "unnamed", tiny_model(tokenizer), tokenizer)
-    assert run_command(["run", "tiny.yaml", setting, "student.from_teacher.layers=1"]) == 2
+    arguments = ["tiny.yaml", setting, "student.from_teacher={layers: 1, hidden: 24}"]
+    assert run_command(["run", *arguments]) == 2
     assert message in capsys.readouterr().err and not (place / "runs").exists()
+    assert run_command(["check", *arguments]) == 1
+    assert message in " ".join(capsys.readouterr().out.split()), "and the check before the run says so"
+
+
+def test_weights_that_are_trained_in_a_format_are_not_rounded_to_another():
+    with pytest.raises(RecipeError, match=r"export.gguf: q8_0 would round the weights again that student"):
+        parse(RECIPE, ["stages.1.student.quantise.format=q4_0"])
+    with pytest.raises(RecipeError, match=r"trains in int8; expected no export"):
+        parse(RECIPE, ["stages.1.student.quantise.format=int8"])
+    parse(RECIPE, ["stages.1.student.quantise.format=q4_0", "export.gguf=f16"])
+    parse(RECIPE, ["stages.0.student.quantise={format: q4_0}"])  # of a stage before
+
+
+def test_a_run_names_the_file_that_will_not_be_written(place, capsys):
+    tokenizer = tiny_tokenizer(420)
+    save_tiny(place / "other", tiny_model(tokenizer, kind="gemma2", hidden=64), tokenizer)
+    quantise = "student={model: other, quantise: {format: q4_0, start: nearest}}"
+    assert run_command(["run", "tiny.yaml", "stages=[]", "export=null", "train.steps=1", quantise]) == 0
+    assert "distill export cannot write it: models of type 'gemma2'" in " ".join(capsys.readouterr().out.split())

@@ -40,6 +40,14 @@ def test_equal_vocabularies_match_and_padded_rows_are_named(base):
     assert "\n" not in str(verdict)
 
 
+def test_names_of_a_gguf_file_for_padded_rows_are_no_tokens(base):
+    """llama.cpp wants a name for each row of the head: `[PAD259]` and so on, as for the rows of Qwen's models."""
+    file = with_tokens(base, *(f"[PAD{number}]" for number in range(len(base), 320)))
+    for verdict in (compare(base, file, 320, 320), compare(file, base, 320, 320)):
+        assert verdict.compatible and verdict.teacher_tokens == verdict.student_tokens == len(base)
+    assert not compare(base, with_tokens(base, "[PAD7]"), 320, 320).compatible, "a token of that name elsewhere"
+
+
 def test_a_student_with_more_head_rows_is_reported(base):
     verdict = compare(base, base, teacher_vocab_size=300, student_vocab_size=320)
     assert verdict.require() == 300

@@ -51,6 +51,10 @@ def check(
     device = find_device(gpu)
     with console.spinner("reading configurations and data"):
         report = look(resolved, device, gpus=gpus, read_data=data)
+        if resolved.export is not None:
+            from distill.reports.served_file import export_problems
+
+            report.problems += export_problems(resolved)
     measured, offers = None, []
     if probe:
         from distill.commands.probe import probe as measure

@@ -23,7 +23,9 @@ def quantise(
     ] = "q4_0",
     method: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="gptq, awq, importance, or nearest.", show_default="gptq; nearest in 8 bits"),
+        typer.Option(
+            metavar="NAME", help="gptq, awq, importance, or nearest (rtn).", show_default="gptq; nearest in 8 bits"
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Data to calibrate on; default: the run's training rows.")
@@ -53,11 +55,12 @@ def quantise(
 
     if format not in get_args(WeightFormat):
         raise ValueError(f"--format: expected one of {', '.join(get_args(WeightFormat))}, got {format!r}")
-    methods = ("nearest", "importance", "awq", "gptq")
+    methods = ("nearest", "rtn", "importance", "awq", "gptq")
     if method is None:
         method = "nearest" if format in EIGHT_BIT_FORMATS else "gptq"
     if method not in methods:
         raise ValueError(f"--method: expected one of {', '.join(methods)}, got {method!r}")
+    method = "nearest" if method == "rtn" else method
     if method != "nearest" and format in EIGHT_BIT_FORMATS:
         raise ValueError(
             f"--method: {method} rounds layers in less than 8 bits; expected nearest with {format}, got {method}"
@@ -69,10 +72,8 @@ def quantise(
     import torch
 
     from distill.evaluation import targets
-    from distill.reports.round_weights import Rounding, check_file, quantise_model
+    from distill.reports.round_weights import Rounding, quantise_model
 
-    if pack:
-        check_file(format)
     chosen = cast("Method", method)
     found = targets.find_target(target)
     if chosen != "nearest" and data is None and found.recipe is None:
@@ -92,6 +93,8 @@ def quantise(
     console.print_lines(
         f"wrote {output}: {result.matrices} matrices rounded to {format}, {result.by_method} by {method}"
     )
+    if result.note:
+        console.print_lines(result.note)
     if result.file is not None:
         console.print_lines(f"packed as {result.file}, read back and equal: a KL of {result.kl:.1e} nats per token")
     else:

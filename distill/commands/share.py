@@ -78,7 +78,8 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a file.")] = "5GB",
     gguf: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0, q4_0, q4_k_m.")
+        str | None,
+        typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0, q6_k, q5_0, q4_0, q4_k_m."),
     ] = None,
     format: Annotated[
         str, typer.Option(metavar="NAME", help="safetensors; of a quantised student compressed-tensors or awq.")
@@ -94,6 +95,7 @@ def export(
     distill export support-bot -o out --gguf q8_0     # out/out-q8_0.gguf
     distill export support-bot -o out --format compressed-tensors   # for vLLM
     distill export runs/support-bot/checkpoint-200 -o step-200
+    distill export control -o out --format awq        # of distill quantise
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import check_repository
@@ -115,7 +117,8 @@ def export(
     if push is not None:
         check_repository(push)
     with console.spinner("exporting"):
-        folder = Path(run) if (Path(run) / STATE).is_file() else find_run(run)
+        is_folder = any((Path(run) / name).is_file() for name in (STATE, "config.json"))
+        folder = Path(run) if is_folder else find_run(run)
         written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf, packed=packed)
         if push is not None:
             written["address"] = upload(output, push, private=not public)

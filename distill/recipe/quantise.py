@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from distill.core.errors import Section
 
 WeightFormat = Literal["q4_0", "q5_0", "q8_0", "q4_k", "q6_k", "int4_g32", "int8", "fp8", "nvfp4"]
-FORMATS_OF_GGUF = ("q4_0", "q5_0", "q8_0", "q4_k", "q6_k")
+GGUF_FILES = {"q8_0": "q8_0", "q6_k": "q6_k", "q5_0": "q5_0", "q4_0": "q4_0", "q4_k": "q4_k_m"}  # format -> file's type
+FORMATS_OF_GGUF = tuple(GGUF_FILES)
 SEARCHED = ("q4_k", "q6_k")  # formats whose scales a plain converter searches
 EIGHT_BIT_FORMATS = ("q8_0", "int8", "fp8")  # whose scales follow from the largest weight
 

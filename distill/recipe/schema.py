@@ -156,7 +156,8 @@ class Recipe(Section):
 
     def of_stage(self, number: int, start: str | None) -> Recipe:
         """Return the recipe of a stage, without stages; `start` is the folder of the student that it starts from."""
-        tree = {name: value for name, value in _tree(self).items() if name != "stages"}
+        dropped = ("stages",) if number + 1 == len(self.stages) else ("stages", "export")
+        tree = {name: value for name, value in _tree(self).items() if name not in dropped}
         return Recipe.model_validate(self.stages[number].applied(tree, start))
 
     @model_validator(mode="after")

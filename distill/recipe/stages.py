@@ -65,9 +65,9 @@ class Export(Section):
     q8_0 file.
 
     Attributes:
-        gguf: type of the GGUF file, as of `distill export --gguf`; best the format of `student.quantise`.
+        gguf: type of the GGUF file, as of `distill export --gguf`; that of `student.quantise` where there is one.
         tokens: least number of held-out tokens that both files are measured on; 0 for no measurement.
     """
 
-    gguf: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"] = "q8_0"
+    gguf: Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_0", "q4_0", "q4_k_m"] = "q8_0"
     tokens: Annotated[int, Field(ge=0)] = 512

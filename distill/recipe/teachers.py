@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from distill.recipe.data import Data
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
-from distill.recipe.stages import Export
+from distill.recipe.stages import Export, Stage
 from distill.recipe.train import Parallel, Train
 
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that identify the model
@@ -25,6 +25,7 @@ class Sections(Protocol):
     train: Train
     parallel: Parallel
     export: Export | None
+    stages: list[Stage]
 
 
 class TeacherDescription(NamedTuple):

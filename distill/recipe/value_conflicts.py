@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distill.recipe.data import OnPolicy
+from distill.recipe.quantise import GGUF_FILES
 from distill.recipe.teachers import Sections
 
 
@@ -44,6 +45,14 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
         yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
     if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
         yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
+    quantise, export = recipe.student.quantise, recipe.export
+    if export is not None and quantise is not None and not recipe.stages:
+        file = GGUF_FILES.get(quantise.format)
+        if export.gguf in GGUF_FILES.values() and export.gguf != file:
+            yield (
+                f"export.gguf: {export.gguf} would round the weights again that student.quantise trains in "
+                f"{quantise.format}; expected {file or 'no export'}"
+            )
 
 
 def _sampling_of(own: OnPolicy | None) -> str:

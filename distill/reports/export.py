@@ -34,7 +34,7 @@ def export(
     gguf: str | None = None,
     packed: str | None = None,
 ) -> dict[str, Any]:
-    """Write the student of the run or checkpoint in `folder` to `destination`.
+    """Write the student of the run or checkpoint in `folder`, or the model there, to `destination`.
 
     A run merges a LoRA student when it saves it; an adapter alone is merged here, in the dtype of its base model's
     files, or of a quantised student as it was rounded in training. Weights are sharded safetensors; tokenizer,
@@ -42,7 +42,7 @@ def export(
     weights, rounded to `dtype`.
 
     Args:
-        folder: Folder of the run or checkpoint.
+        folder: Folder of the run or checkpoint, or of a model such as `distill quantise` writes.
         destination: Folder that does not exist or is empty.
         dtype: float32, bfloat16 or float16; None for that of the training.
         shard_size: Maximum size of a file, as in transformers ("5GB").
@@ -61,7 +61,9 @@ def export(
         source, run = folder, folder.parent
         if fault := fault_of(folder):
             raise RecipeError([f"{folder}: {fault}"])
-    elif not any((source / name).is_file() for name in CONFIGS):
+    elif _holds_model(folder) and not _holds_model(source):
+        source = folder
+    elif not _holds_model(source):
         last = next((f", or export the checkpoint {path}" for path in checkpoints(folder)[-1:]), "")
         raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it{last}"])
     if dtype is not None and dtype not in DTYPES:
@@ -116,6 +118,11 @@ def export(
         "bytes": sum((destination / name).stat().st_size for name in files),
         "files": files,
     }
+
+
+def _holds_model(folder: Path) -> bool:
+    """Return whether a folder holds a model or an adapter."""
+    return any((folder / name).is_file() for name in CONFIGS)
 
 
 def _check(model: Any, folder: Path) -> None:

@@ -31,12 +31,13 @@ from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
+from distill.models.load.source import ModelSource, tokenizer_place
 from distill.models.precision.quantised_formats import SavedBlocks, formats_of, read_saved
-from distill.recipe.quantise import Quantise
+from distill.recipe.quantise import GGUF_FILES, Quantise
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
-FORMAT_OF = {"q8_0": "q8_0", "q4_0": "q4_0", "q4_k_m": "q4_k"}  # type of a file -> format of student.quantise
+FORMAT_OF = {type: form for form, type in GGUF_FILES.items()}  # type of a file -> format of student.quantise
 TYPES = ("f32", "f16", "bf16", *FORMAT_OF)
 # largest error of a tensor relative to its norm
 ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2, "q6_k": 0.04, "q5_0": 0.08, "q4_0": 0.16}
@@ -124,8 +125,8 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     Args:
         folder: Folder of a saved student with its tokenizer.
         destination: Path of the file; replaced only by a verified file.
-        type: f32, f16, bf16, q8_0 and q4_0 (8 and 4 bits per weight and a scale per 32 weights), or q4_k_m (4 and 6
-            bits, scales of 6 and 8 bits).
+        type: f32, f16, bf16, q8_0, q5_0 and q4_0 (8, 5 and 4 bits per weight and a scale per 32 weights), q6_k (6 bits,
+            scales of 8 bits) or q4_k_m (4 and 6 bits, scales of 6 and 8 bits).
 
     Raises:
         RecipeError: The architecture, tokenizer or type is not supported, or the file reads back differently.
@@ -134,8 +135,8 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError([f"--gguf: expected a tokenizer.json in {folder}, which a GGUF file needs; got none"])
     model = read_weights(AutoModelForCausalLM, folder, "--gguf", dtype="auto").eval()
-    scaled = _check_expressible(model.config)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    check_supported(model.config, tokenizer)
     trained = read_saved(folder)
     trained = trained if trained is not None and trained.main == FORMAT_OF.get(type) else None
     formats = {} if trained is None else trained.by_name
@@ -146,8 +147,9 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
         _write(model, tokenizer, unfinished, plan, destination.stem)
         kl = _check(model, tokenizer, unfinished, plan)
     nfc = _normalises(tokenizer)
+    unread = _unread_settings(model.config)
     notes = {
-        "transformers ignores the file's rope scaling: load it with config=AutoConfig of the folder": scaled,
+        f"transformers ignores the file's {' and '.join(unread)}: load it with config=AutoConfig of the folder": unread,
         # measured with SmolLM2: 2.0e-3 nats from the weights, 7.0e-3 as llama.cpp computes
         "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type in FORMAT_OF,
         "llama.cpp does not normalise text to NFC, as this tokenizer does: decomposed characters get other tokens": nfc,
@@ -167,32 +169,54 @@ def check_type(type: str) -> None:
         raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; got {type!r}"])
 
 
-def check_supported(config: Any, tokenizer: Any) -> None:
-    """Raise for a model or tokenizer that `write_gguf` would refuse, from its configuration."""
-    _check_expressible(config)
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        split_name(json.loads(backend.to_str()))
+def check_supported(config: Any, tokenizer: object) -> None:
+    """Raise for a model or tokenizer that `write_gguf` would refuse.
 
-
-def _check_expressible(config: Any) -> bool:
-    """Raise for models that the format cannot express; returns whether rope is scaled as in Llama 3."""
-    faults = []
-    if config.model_type not in ARCHITECTURES:
-        faults.append(f"models of type {config.model_type!r} (supported: {', '.join(ARCHITECTURES)})")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ("default", "llama3"):
-        faults.append(f"rope of type {rope!r}")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []) or (
-        config.model_type == "mistral" and getattr(config, "sliding_window", None)
-    ):
-        faults.append("sliding windows")
-    if ARCHITECTURES.get(config.model_type) == "llama" and (
-        getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    ):
-        faults.append("biases of a Llama, which readers ignore")
-    if faults:
+    Raises:
+        RecipeError: A line for each reason.
+    """
+    if faults := gguf_faults(config, tokenizer):
         raise RecipeError([f"--gguf: not supported: {fault}" for fault in faults])
-    return rope == "llama3"
+
+
+def gguf_faults(config: Any, tokenizer: object) -> list[str]:
+    """Return what a GGUF file cannot express of a model or its tokenizer, or llama.cpp does not read of it."""
+    kind, backend = config.model_type, getattr(tokenizer, "backend_tokenizer", None)
+    faults = [f"models of type {kind!r} (supported: {', '.join(ARCHITECTURES)})"]
+    if kind in ARCHITECTURES:
+        faults = _unread_parts(config)
+    if backend is not None:
+        try:
+            split_name(json.loads(backend.to_str()))
+        except RecipeError as error:
+            faults += error.faults
+    return faults
+
+
+def _unread_parts(config: Any) -> list[str]:
+    kind, rope, (heads, _, width) = config.model_type, _rope_type(config), attention_sizes(config)
+    found = {
+        f"rope of type {rope!r} in a {kind}": rope != "default" and (rope, kind) != ("llama3", "llama"),
+        "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or [])
+        or (kind == "mistral" and config.sliding_window is not None),
+        f"biases of a {kind}, which readers ignore": kind != "qwen2"
+        and (getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)),
+        f"MLPs with {config.hidden_act}, which readers take for silu": config.hidden_act != "silu",
+        f"a qwen2 whose heads are {heads * width} wide together, and its hidden channels {config.hidden_size}": (
+            kind == "qwen2" and heads * width != config.hidden_size
+        ),
+    }
+    return [fault for fault, holds in found.items() if holds]
+
+
+def _rope_type(config: object) -> str:
+    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+
+
+def _unread_settings(config: Any) -> list[str]:
+    """Return the settings of a file that llama.cpp reads and transformers does not."""
+    fixed_width = config.model_type == "qwen3" and attention_sizes(config)[2] != 128
+    return ["rope scaling"] * (_rope_type(config) == "llama3") + ["width of heads"] * fixed_width
 
 
 def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan, name: str) -> None:
@@ -218,7 +242,7 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Pla
     kind = "ALL_F32" if plan.type == "f32" else f"MOSTLY_{plan.type.upper()}"
     writer.add_file_type(gguf.LlamaFileType[kind])
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    if _check_expressible(config):
+    if _rope_type(config) == "llama3":
         frequencies = model.model.rotary_emb.inv_freq.float()
         plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(0, width, 2).float() / width)
         writer.add_tensor("rope_freqs.weight", (plain / frequencies).numpy())
@@ -298,7 +322,9 @@ def split_name(spec: dict[str, Any]) -> str:
     if spec["model"]["type"] != "BPE" or name is None or spec.get("normalizer") not in (None, {"type": "NFC"}):
         this = f"this tokenizer ({spec['model']['type']}, pre-tokenizer {' then '.join(parts)})"
         known = f"supported are byte-level BPE tokenizers with the pre-tokenizer of {', '.join(SPLITS.values())}"
-        raise RecipeError([f"--gguf: {this} has no name in the format; {known}"])
+        raise RecipeError([f"{this} has no name in the format; {known}"])
+    if not spec["model"]["merges"]:
+        raise RecipeError(["a tokenizer without merges, of which llama.cpp reads none"])
     return name
 
 
@@ -306,12 +332,13 @@ def split_name(spec: dict[str, Any]) -> str:
 def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan) -> float:
     """Compare the file with the student; returns KL(student || file) on the texts, nats per token."""
     place: dict[str, Any] = {"gguf_file": path.name}
-    again = AutoTokenizer.from_pretrained(path.parent, **place)
+    with tokenizer_place(ModelSource(str(path.parent), path.name)) as folder:
+        again = AutoTokenizer.from_pretrained(folder, **place)
     for text in TEXTS:
         ids = [t(text, add_special_tokens=False).input_ids for t in (tokenizer, again)]
         if ids[0] != ids[1]:
             raise RecipeError([f"--gguf: the file's tokenizer encodes {text[:40]!r} differently; not written"])
-    if _check_expressible(model.config):
+    if _unread_settings(model.config):
         place["config"] = model.config
     try:
         loaded: Any = read_weights(

@@ -10,14 +10,13 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, reference_quantise
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.core.errors import RecipeError
 from distill.core.files import atomic_folder
 from distill.core.folders import check_new_folder
 from distill.models.layers import find_layers
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
 from distill.models.precision.quantised_formats import SavedBlocks, formats_of
-from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
-from distill.reports.gguf_file import FORMAT_OF, write_gguf
+from distill.recipe.quantise import GGUF_FILES, Quantise
+from distill.reports.gguf_file import check_supported, write_gguf
 from distill.reports.packed_folder import pack_folder
 
 
@@ -30,6 +29,7 @@ class RoundedModel(NamedTuple):
         matrices: Number of rounded matrices.
         by_method: Number of those that the method rounded; the others are rounded to nearest.
         kl: KL of the packed file to the rounded model on two short texts, nats per token; None without one.
+        note: Line on the matrices that stay as they are; may be empty.
     """
 
     folder: str
@@ -37,6 +37,7 @@ class RoundedModel(NamedTuple):
     matrices: int
     by_method: int
     kl: float | None
+    note: str
 
 
 class Rounding(NamedTuple):
@@ -51,20 +52,6 @@ class Rounding(NamedTuple):
     section: Quantise
     method: Method
     rows: Sequence[Mapping[str, Sequence[int]]]
-
-
-TYPE_OF = {form: type for type, form in FORMAT_OF.items()}  # format of a recipe -> type of its GGUF file
-
-
-def check_file(form: str) -> None:
-    """Raise for a format that only some layers of a file are in.
-
-    Raises:
-        RecipeError: There is no file of this format.
-    """
-    if form in FORMATS_OF_GGUF and form not in TYPE_OF:
-        known = ", ".join([*TYPE_OF, *(name for name in FORMATS if name not in FORMATS_OF_GGUF)])
-        raise RecipeError([f"--pack: expected a format of whole files ({known}), got {form}; leave --pack out"])
 
 
 def quantise_model(
@@ -92,6 +79,8 @@ def quantise_model(
     """
     section, method, rows = rounding
     check_new_folder(destination, "--output")
+    if pack and section.format in GGUF_FILES:
+        check_supported(model.config, tokenizer)
     found = formats_of(model, section)
     formats, parameters = found.by_name, dict(model.named_parameters())
     inside = f"{find_layers(model)[0]}." if method != "nearest" else None
@@ -118,11 +107,11 @@ def quantise_model(
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         SavedBlocks(section.format, formats, scales).write(unfinished)
-        if pack and section.format in FORMATS_OF_GGUF:
-            type = TYPE_OF[section.format]
+        if pack and section.format in GGUF_FILES:
+            type = GGUF_FILES[section.format]
             name = f"{destination.name}-{type}.gguf"
             kl, file = write_gguf(unfinished, unfinished / name, type).kl, str(destination / name)
         elif pack:
             kl, file = pack_folder(unfinished), str(destination)
     count = len(formats) if method == "nearest" else len(by_method)
-    return RoundedModel(str(destination), file, len(formats), count, kl)
+    return RoundedModel(str(destination), file, len(formats), count, kl, found.note())

@@ -16,6 +16,7 @@ from distill.models.layers import offloading_of
 from distill.models.load.quantised import quantised_by
 from distill.objectives.measure import KL, Measure
 from distill.planning.steps import small_data_warnings
+from distill.recipe.quantise import GGUF_FILES
 from distill.teachers.capabilities import size_text
 from distill.teachers.identity import model_name
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from distill.teachers.objective import DistillationObjective
     from distill.teachers.opening import ModelPair
 
+GGUF_FAULTS = "distill.reports.gguf_file:gguf_faults"  # imported for students that are quantised
 TITLES = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
@@ -75,6 +77,10 @@ def run_summary(
             lines["quantised"] = f"linear layers of the teacher by {method}, except its head; the error is not measured"
     for note in small_data_warnings(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
+    quantise = recipe.student.quantise
+    is_gguf = quantise is not None and quantise.format in GGUF_FILES
+    if faults := resolve_name(GGUF_FAULTS)(bare(pair.student).config, pair.tokenizer) if is_gguf else []:
+        lines["file"] = f"distill export cannot write it: {'; '.join(faults)}"
     if caveat := pair.teacher.format.properties.caveat:
         lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]

@@ -13,7 +13,7 @@ from distill.core.folders import RECIPE_FILE
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.core.units import plural
 from distill.models.load.loading import load_teacher
-from distill.models.load.meta_models import meta_config
+from distill.models.load.meta_models import meta_config, pruned_config
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.recipe import Recipe, load
 from distill.reports import llama_cpp
@@ -31,13 +31,28 @@ def check_export(stages: Sequence[tuple[Path, Recipe]]) -> None:
     """
     settings = stages[-1][1].export
     assert settings is not None
-    trained_here = {str(folder / "student") for folder, _ in stages}
-    recipe = [stage for _, stage in stages if stage.student.model not in trained_here][-1]
-    tokenizer = source_of(recipe).vocabulary().tokenizer
-    is_cut = recipe.student.model is None and recipe.student.init != "random"
-    check_supported(meta_config(recipe.teacher if is_cut else recipe.student, "student"), tokenizer)
+    made_here = {str(folder / "student") for folder, _ in stages}
+    config, first = None, stages[0][1]
+    for _, stage in stages:
+        section = stage.student
+        if section.model not in made_here:
+            first, config = stage, meta_config(stage.teacher, "teacher") if section.is_cut else None
+        elif section.cut is None:
+            continue
+        config = pruned_config(section.model_copy(update={"model": None}) if config is not None else section, config)
+    tokenizer = source_of(first).vocabulary().tokenizer
+    check_supported(config, tokenizer)
     if settings.tokens and llama_cpp.is_installed():
-        check_supported(meta_config(recipe.teacher, "teacher"), tokenizer)
+        check_supported(meta_config(stages[-1][1].teacher, "teacher"), tokenizer)
+
+
+def export_problems(recipe: Recipe) -> list[str]:
+    """Return why a run of a recipe would refuse its `export`, a line each."""
+    try:
+        check_export(list(recipe.stage_runs(Path(recipe.output_dir, recipe.name))))
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
 
 
 def export_run(folder: Path) -> None:

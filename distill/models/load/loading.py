@@ -49,6 +49,7 @@ from distill.models.load.source import (
     remote_arguments,
     resolve_model_source,
     resolve_tokenizer_source,
+    tokenizer_place,
 )
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import rope_by_document
@@ -92,8 +93,9 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     if not source.gguf_file:
         check_tokenizer_limits(_folder_of(source, section), spec, f"{field}.model")
-    with loading(spec, source, f"{field}.model"):
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
+    with loading(spec, source, f"{field}.model"), tokenizer_place(source) as place:
+        tokenizer = AutoTokenizer.from_pretrained(place, **arguments)
+        tokenizer.name_or_path = source.location
         # data.max_length is held to both models; the tokenizer's own limit would be warned of for each longer text
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         tokenizer("One text, 2 numbers.\n")  # a broken one may panic when it is first used

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from distill.models.flops import FlopCounts, count_flops
 from distill.models.layers import layer_indices, layers_of
@@ -152,13 +152,18 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
     return (values.get("num_hidden_layers", values.get("n_layer")), values.get("hidden_size", values.get("n_embd")))
 
 
-def meta_student(section: Student, teacher_config: Any) -> MetaModel:
-    """Return the student on the meta device, with its adapters; pruned from the teacher's where the recipe says so."""
+def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:
+    """Return the student's configuration; pruned from the teacher's where the recipe says so."""
     config = teacher_config if section.is_cut else meta_config(section, "student")
     if (cut := section.cut) is not None:
         widths = resolve_name(TARGET_WIDTHS)(cut, config)
         config = resolve_name(STUDENT_CONFIG)(config, layer_indices(cut, layers_of(config)), widths)
-    return meta_model(config, "student", section.lora, trains=True)
+    return config
+
+
+def meta_student(section: Student, teacher_config: PreTrainedConfig | None) -> MetaModel:
+    """Return the student on the meta device, with its adapters."""
+    return meta_model(pruned_config(section, teacher_config), "student", section.lora, trains=True)
 
 
 def check_lora_targets(student: Student, teacher: ModelSection) -> None:

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +120,20 @@ def _check_folder(path: Path, field: str) -> None:
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
         )
     raise ValueError(f"{field}: the folder {path} has a config.json but no weights (*.safetensors)")
+
+
+@contextlib.contextmanager
+def tokenizer_place(source: ModelSource) -> Iterator[str]:
+    """Yield the location to read a model's tokenizer from.
+
+    That of a GGUF file is a folder with the file alone, since transformers prefers a tokenizer.json beside it.
+    """
+    if source.gguf_file is None:
+        yield source.location
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, source.gguf_file).symlink_to(Path(source.location, source.gguf_file).resolve())
+        yield folder
 
 
 def remote_arguments(section: ModelSection, field: str) -> dict[str, Any]:

@@ -179,7 +179,8 @@ def compare(
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab().items()}
+    """Return tokens by id, without the names that GGUF files give to rows of the head that no token uses."""
+    return {number: token for token, number in tokenizer.get_vocab().items() if token != f"[PAD{number}]"}
 
 
 def _probe(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> str | None:
