@@ -69,7 +69,7 @@ def main(folder: Path = Path()) -> None:
     """Write everything into `folder`."""
     rows = chats()
     text = "\n".join(message["content"] for row in rows for message in row["messages"])
-    plain = byte_tokenizer(256 + len(SPECIALS), text)
+    plain = byte_tokenizer(256 + len(SPECIALS) + 1, "qz")  # bytes, and one merge: llama.cpp reads none without
     save_model(folder / "tiny-teacher", plain, 64, 4, seed=1)
     save_model(folder / "tiny-second-teacher", plain, 64, 4, seed=4)
     save_model(folder / "tiny-student", plain, 32, 2, seed=2)
