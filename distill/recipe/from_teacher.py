@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 from distill.core.errors import Section, expected_got
 from distill.recipe.fields import Count
 
-WIDTHS = (
-    *("hidden", "heads", "kv_heads", "intermediate", "moe_intermediate", "shared_expert_intermediate", "experts"),
-)
+COLUMNS = ("intermediate", "moe_intermediate", "shared_expert_intermediate")
+WIDTHS = ("hidden", "heads", "kv_heads", *COLUMNS, "experts")
 
 
 class Importance(Section):
