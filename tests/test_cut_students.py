@@ -3,11 +3,15 @@
 import pytest
 import torch
 from test_checkpoint_weights import COMMON, FAMILIES
+from test_prune import read_back
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distill.models.head import decoder_of
 from distill.models.load.meta_models import meta_student
+from distill.models.prune.importance import LayerTrial
 from distill.models.prune.pruning import cut_layers
 from distill.recipe import Student
+from scripts.families.configs import tiny_config
 
 SLIDING = ["sliding_attention", "full_attention"]
 GEMMA = {
@@ -119,7 +123,55 @@ def test_an_impossible_cut_is_a_one_line_error(kind, keep, said):
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_parts_that_other_positions_have_are_named():
-    config = AutoConfig.for_model("glm4_moe", **(COMMON | FAMILIES["glm4_moe"]))
-    with pytest.raises(ValueError, match=r"they have other parts in their new positions \(model\.layers\.0\.mlp\.down"):
-        cut_layers(AutoModelForCausalLM.from_config(config), [1])
+def drawn(family, **more):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return AutoModelForCausalLM.from_config(tiny_config(family, **more)).eval()
+
+
+@pytest.mark.parametrize(
+    "family, keep, more",
+    [
+        ("gemma4_text", [1, 3], {}),  # heads of another width in full attention, by `per_layer_config`
+        ("gemma4_text", [0, 2, 3], {}),
+        ("dots3_note_text", [0, 2], {}),
+        ("deepseek_v3", [1, 3], {}),  # numbers of dense layers before those with experts
+        ("glm4_moe", [2], {}),
+        ("lfm2_moe", [2, 3], {}),
+        ("afmoe", [0, 3], {}),
+        ("ernie4_5_moe", [1, 2], {}),
+        ("glm_moe_dsa", [2, 3], {"indexer_types": ["full", "shared", "full", "shared"]}),
+        ("bamba", [1, 3], {}),  # layers return more than hidden states
+        ("zaya", [0, 1, 3], {}),
+        ("minicpm3", [0, 2, 3], {}),  # residuals are scaled by the number of layers
+    ],
+)
+def test_what_is_set_for_single_layers_goes_with_them(family, keep, more, tmp_path):
+    """A student computes what its teacher does without the dropped layers, also as it is read back."""
+    teacher, ids = drawn(family, **more), list(range(3, 35))
+    student = cut_layers(teacher, keep)
+    with torch.no_grad(), LayerTrial(teacher) as trial:
+        inputs = {}
+        whole = trial.hidden({"input_ids": ids}, inputs=inputs)
+        assert torch.equal(trial.hidden({"input_ids": ids}, (2, inputs[2])), whole), "from the middle on"
+        trial.dropped = {*range(4)} - {*keep}
+        expected = trial.hidden({"input_ids": ids})
+        got = decoder_of(student)(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got, whole, rtol=1e-2, atol=1e-2)
+    student.save_pretrained(tmp_path)
+    assert torch.equal(logits(read_back(tmp_path)), logits(student))
+
+
+@pytest.mark.parametrize(
+    "family, keep, said",
+    [
+        ("beam", [0, 2], "layer 2 has attn_residual_add_idx=6 in the teacher and 4 in its new position"),
+        ("hy_v4", [2, 3], "layer 2 attends to tokens that an earlier layer's indexer selects; keep one with an"),
+        ("jamba", [1, 2, 3], "they have other parts in their new positions (model.layers.0.feed_forward.down_proj"),
+    ],
+)
+def test_layers_that_would_behave_otherwise_are_named(family, keep, said):
+    with pytest.raises(ValueError, match=r"^student\.from_teacher: ") as raised:
+        cut_layers(drawn(family), keep)
+    assert said in str(raised.value) and "\n" not in str(raised.value)

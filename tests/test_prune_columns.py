@@ -18,11 +18,11 @@ from scripts.families.configs import tiny_config
 # families whose experts' columns are `intermediate_size`: also those of dense layers (Jamba) and of shared experts
 BY_INTERMEDIATE = (
     *("mixtral", "olmoe", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoe_swa", "phimoe", "jamba"),
-    *("cohere2_moe", "flex_olmo", "hunyuan_v1_moe", "minimax", "minimax_m2", "minimax_m3_vl_text"),
+    *("cohere2_moe", "flex_olmo", "hunyuan_v1_moe", "minimax", "minimax_m2", "minimax_m3_vl_text", "granitemoehybrid"),
 )
 OWN_SHARED = (
     *("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "granitemoeshared", "granitemoe_swa"),
-    *("minimax_m3_vl_text", "nemotron_h", "laguna", "kolibri1", "flint"),
+    *("minimax_m3_vl_text", "nemotron_h", "laguna", "kolibri1", "flint", "granitemoehybrid"),
 )
 
 

@@ -86,14 +86,20 @@ def test_students_load_as_they_are_and_what_cannot_be_cut_is_refused(family, tmp
     assert fewer < sum(parameter.numel() for parameter in teacher.parameters())
 
 
-def test_layers_that_take_keys_of_others_are_not_chosen_by_the_loss_without_them():
-    config = tiny_config("gemma3n_text")
-    assert config.num_kv_shared_layers
-    teacher = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+@pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
+def test_layers_that_take_something_of_others_are_not_chosen_by_the_loss_without_them(family):
+    teacher = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
     with pytest.raises(
-        ValueError, match=r"^student\.from_teacher\.layers: Gemma3nTextConfig has layers that take keys"
+        ValueError, match=r"^student\.from_teacher\.layers: .* has layers that take keys and values or selected tokens"
     ):
         student_of(teacher, layers=3, importance={})
+
+
+@pytest.mark.parametrize("family", ["bamba", "glm_moe_dsa"])
+def test_layers_that_return_more_than_hidden_states_are_chosen_by_the_loss(family):
+    teacher = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+    student, chosen = student_of(teacher, layers=3, importance={})
+    assert len(chosen.layers) == 3 == student.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])

@@ -48,6 +48,8 @@ from distill.recipe import FromTeacher, Importance
 
 log = logging.getLogger(__name__)
 Row = Mapping[str, Sequence[int]]  # `input_ids`, `labels` and `position_ids`, of one length
+# hidden states [1, S, hidden], and what else the layer before returned: some families hand it on from layer to layer
+LayerInput = tuple[torch.Tensor, tuple[object, ...]]
 
 
 class Shape(NamedTuple):
@@ -99,10 +101,12 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
     if not rows:
         raise ValueError("student.from_teacher: expected rows of training data, by which parts are chosen, got none")
     layers = layer_indices(cut, config.get_text_config().num_hidden_layers)
-    if cut.keep is None and cut.layers is not None and getattr(config.get_text_config(), "num_kv_shared_layers", None):
+    text = config.get_text_config()
+    shared = getattr(text, "num_kv_shared_layers", None) or "shared" in (getattr(text, "indexer_types", None) or ())
+    if cut.keep is None and cut.layers is not None and shared:
         raise ValueError(
-            f"student.from_teacher.layers: {type(config).__name__} has layers that take keys and values of others, so "
-            "that the loss without each of them cannot be measured; name the layers by keep"
+            f"student.from_teacher.layers: {type(config).__name__} has layers that take keys and values or selected "
+            "tokens of others, so that the loss without each of them cannot be measured; name the layers by keep"
         )
     with eval_mode(model), torch.no_grad(), LayerTrial(model) as trial:
         if cut.keep is None and cut.layers is not None:
@@ -131,9 +135,10 @@ class LayerTrial:
         self.layers = find_layers(model)[1]
         self.total = len(self.layers)
         self.dropped: set[int] = set()
-        self._tuples = [False] * self.total
-        self._start: tuple[int, torch.Tensor] | None = None
-        self._inputs: dict[int, torch.Tensor] | None = None
+        self._others = [0] * self.total  # by layer, outputs beside hidden states; -1 where there is no tuple
+        self._given: LayerInput | None = None  # the last layer's output
+        self._start: tuple[int, LayerInput] | None = None
+        self._inputs: dict[int, LayerInput] | None = None
         self._head = read_head(find_head(model))
         transform: LogitTransform = probe_logits(model, "teacher")
         scale, softcap = transform
@@ -161,19 +166,25 @@ class LayerTrial:
     def _forward_of(self, number: int, forward: Callable[..., object]) -> Callable[..., object]:
         def patched(hidden_states: torch.Tensor, *arguments: object, **named: object) -> object:
             if self._start is not None and number <= self._start[0]:
-                hidden_states = self._start[1]
+                hidden_states, before = self._start[1]
+            else:
+                before = () if self._given is None else self._given[1]
             if self._inputs is not None:
-                self._inputs[number] = hidden_states
+                self._inputs[number] = hidden_states, before
             if number in self.dropped or (self._start is not None and number < self._start[0]):
-                return (hidden_states,) if self._tuples[number] else hidden_states
+                self._given = hidden_states, before
+                count = self._others[number]
+                return hidden_states if count < 0 else (hidden_states, *(before or (None,) * count))
             output = forward(hidden_states, *arguments, **named)
-            self._tuples[number] = isinstance(output, tuple)
+            self._others[number] = len(output) - 1 if isinstance(output, tuple) else -1
+            states, *others = output if isinstance(output, tuple) else (output,)
+            self._given = states, tuple(others)
             return output
 
         return patched
 
     def hidden(
-        self, row: Row, start: tuple[int, torch.Tensor] | None = None, inputs: dict[int, torch.Tensor] | None = None
+        self, row: Row, start: tuple[int, LayerInput] | None = None, inputs: dict[int, LayerInput] | None = None
     ) -> torch.Tensor:
         """Return the last hidden states of a row, [1, S, hidden].
 
@@ -190,7 +201,7 @@ class LayerTrial:
         try:
             return self.decoder(input_ids=ids, use_cache=False, **given).last_hidden_state
         finally:
-            self._start = self._inputs = None
+            self._start = self._inputs = self._given = None
 
     def divergence(self, hidden: torch.Tensor, full: torch.Tensor, row: Row) -> torch.Tensor:
         """Return the sum of KL(full || hidden) over a row's trained positions, float64 [], in nats."""
@@ -214,7 +225,7 @@ def _choose_layers(trial: LayerTrial, rows: Sequence[Row], count: int) -> list[i
     """Return the layers that stay when all but `count` are removed one after another."""
     tokens = sum(len(positions_of(row)) for row in rows)
     trial.dropped = set()
-    entering: list[dict[int, torch.Tensor]] = [{} for _ in rows]
+    entering: list[dict[int, LayerInput]] = [{} for _ in rows]
     full = [trial.hidden(row, inputs=inputs) for row, inputs in zip(rows, entering, strict=True)]
     kept, loss, harm = list(range(trial.total)), 0.0, [-math.inf] * trial.total
 
@@ -237,7 +248,7 @@ def _choose_layers(trial: LayerTrial, rows: Sequence[Row], count: int) -> list[i
         trial.dropped.add(best)
         if len(kept) > count:
             for row, inputs in zip(rows, entering, strict=True):
-                later: dict[int, torch.Tensor] = {}
+                later: dict[int, LayerInput] = {}
                 trial.hidden(row, (best, inputs[best]), later)
                 inputs.update({number: states for number, states in later.items() if number > best})
     return kept

@@ -9,6 +9,7 @@ and alike (Men et al., 2024, ShortGPT; Gromov et al., 2024, The Unreasonable Ine
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +22,12 @@ from distill.models.layers import check_kept, find_layers
 from distill.models.load.read_weights import UnfitWeightsError, read_weights
 from distill.models.prune.widths import Widths, with_widths
 
-PER_LAYER = (
-    "intermediate_size",
-    "activation_sparsity_pattern",
-)  # lists with one entry a layer, beside those of "layer"
+# lists with one entry a layer, beside those of "layer"
+PER_LAYER = ("intermediate_size", "activation_sparsity_pattern", "indexer_types")
 # lists of layers' numbers
 LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "moe_layers")
+# numbers of layers before the first that has experts
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}  # by the dimension of the layers
 # what a module may know of its position and of others', which the configuration is held to
 POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
@@ -87,7 +88,7 @@ def cut_layers(
     student = student.to(teacher.device)  # type: ignore[arg-type]
     cut = find_layers(student)[1] if widths is None else _without_memory(teacher, indices)
     for position, number in enumerate(indices):
-        _same_behaviour(layers[number], cut[position], number)
+        _same_behaviour(layers[number], cut[position], number, position)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student
 
@@ -120,14 +121,15 @@ def student_config(config: Any, keep: Sequence[int], widths: Widths | None = Non
 
 
 def cut_config(config: Any, keep: Sequence[int]) -> Any:
-    """A copy of `config` for the layers `keep`: the number of layers, and lists with one entry a layer or of numbers.
+    """Return a copy of `config` for the layers `keep`: whatever it says of single layers by their number.
 
     Raises:
-        ValueError: a kept layer takes the keys and values of one that is not.
+        ValueError: a kept layer takes keys and values, or selected tokens, of one that is not kept.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     total = text.num_hidden_layers
+    of_layers = text.to_dict().get("per_layer_config")  # settings by layer that differ from the others'
     if sharing := getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers = _kept_sharing(text.layer_types, total - sharing, keep)
     for name, value in vars(text).items():
@@ -135,7 +137,19 @@ def cut_config(config: Any, keep: Sequence[int]) -> Any:
             setattr(text, name, [keep.index(number) for number in value if number in keep])
         elif isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER):
             setattr(text, name, [value[number] for number in keep])
+        elif isinstance(value, int) and name in DENSE_LAYERS:
+            setattr(text, name, sum(number < value for number in keep))
+    if "shared" in (getattr(text, "indexer_types", None) or ())[:1]:
+        raise ValueError(
+            f"student.from_teacher: layer {keep[0]} attends to tokens that an earlier layer's indexer selects; keep "
+            "one with an indexer before it"
+        )
+    if getattr(text, "scale_depth", None):  # residuals are multiplied by scale_depth / sqrt(num_hidden_layers)
+        text.scale_depth *= math.sqrt(len(keep) / total)
     text.num_hidden_layers = len(keep)
+    if of_layers is not None:
+        of_layers = {int(number): value for number, value in of_layers.items()}
+        text.per_layer_config = {n: of_layers[number] for n, number in enumerate(keep) if number in of_layers}
     return config
 
 
@@ -172,7 +186,7 @@ def _renumber(name: str, prefix: str, keep: Sequence[int]) -> str | None:
     return f"{prefix}{keep.index(int(number))}.{rest}" if int(number) in keep else None
 
 
-def _same_behaviour(before: nn.Module, after: nn.Module, number: int) -> None:
+def _same_behaviour(before: nn.Module, after: nn.Module, number: int, position: int) -> None:
     """Hold that a layer is configured in its new position as in its old one (sliding window, rotary or not, ...)."""
     old, new = dict(before.named_modules()), dict(after.named_modules())
     if old.keys() != new.keys():
@@ -183,10 +197,13 @@ def _same_behaviour(before: nn.Module, after: nn.Module, number: int) -> None:
         for key, value in vars(module).items():
             if not isinstance(value, bool | int | float | str | None):
                 continue
-            if "idx" in key or key in ("training", *POSITION) or key.startswith("_"):
+            if key in ("training", *POSITION) or key.startswith("_"):
                 continue
-            if getattr(new[name], key, None) != value:
+            here = getattr(new[name], key, None)
+            if isinstance(value, float) and isinstance(here, float) and math.isclose(value, here, rel_tol=1e-12):
+                continue
+            if here != value and not ("idx" in key and (value, here) == (number, position)):
                 raise ValueError(
                     f"student.from_teacher: layer {number} has {key}={value!r} in the teacher and "
-                    f"{getattr(new[name], key, None)!r} in its new position; choose layers that keep the pattern"
+                    f"{here!r} in its new position; choose layers that keep the pattern"
                 )

@@ -110,6 +110,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     widths = full._replace(hidden=16 * heads, heads=heads, kv_heads=pairs, experts=experts)
     small = with_widths(short, widths._replace(**columns))
     before, text = config.get_text_config(), small.get_text_config()
+    if getattr(text, "mamba_n_heads", None) and getattr(text, "mamba_d_ssm", None) is None:
+        text.mamba_n_heads = text.mamba_expand * text.hidden_size // text.mamba_d_head  # as the family requires
     if not hasattr(before, "head_dim"):
         del text.head_dim  # of a family that may have no other than hidden_size / heads
     elif before.head_dim is None:
