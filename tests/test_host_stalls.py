@@ -31,13 +31,14 @@ def arguments(folder, device, *overrides):
     return recipe, training_arguments(recipe, folder, plan_steps(recipe, 32), device=device, precision=precision)
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_batches_are_copied_while_the_gpu_computes(tmp_path, pinned):
+@pytest.mark.parametrize("device, pinned", [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_batches_are_copied_while_the_gpu_computes(tmp_path, monkeypatch, device, pinned):
     """A user's own arguments have accelerate's default, copies that block."""
+    monkeypatch.setattr(TrainingArguments, "device", torch.device(device))
     made = TrainingArguments(str(tmp_path), report_to="none", dataloader_pin_memory=pinned)
     assert not made.accelerator_config.non_blocking
     overwrite_arguments(made, {})
-    assert made.accelerator_config.non_blocking == pinned
+    assert made.accelerator_config.non_blocking == (pinned and device == "cuda")
     assert arguments(tmp_path, torch.device("cpu"))[1].dataloader_pin_memory is False
 
 

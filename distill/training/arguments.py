@@ -171,8 +171,9 @@ def overwrite_arguments(args: TrainingArguments, more: Mapping[str, Any]) -> Non
     args.ddp_find_unused_parameters = False
     args.average_tokens_across_devices = True
     args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
-    # a copy that blocks would wait for the GPU, so that it idles until the next step's kernels are launched
-    args.accelerator_config.non_blocking = args.dataloader_pin_memory  # type: ignore[union-attr]
+    if args.device.type == "cuda" and args.dataloader_pin_memory:
+        # a copy that blocks would wait for the GPU, so that it idles until the next step's kernels are launched
+        args.accelerator_config.non_blocking = True  # type: ignore[union-attr]
     if args.n_gpu > 1:
         from distill.teachers.backends.served.launched import LaunchedServers
 
