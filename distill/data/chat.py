@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from distill.data.assistant_turns import RenderedChat, Turns
-from distill.data.messages import Adapter, content_of, without_reasoning
+from distill.data.messages import TRAINED, Adapter, content_of, is_trained, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.rows import RowFault
 
@@ -87,7 +87,7 @@ class ChatTemplate(Renderer):
 
     def settings(self) -> list[object]:
         """Return everything that affects rendering, turn ends and row counts, as plain JSON."""
-        return [self.source, sorted(self.stops), self.name]
+        return [self.source, sorted(self.stops), self.name, TRAINED]
 
     def closings(self) -> set[str]:
         """Return the special tokens that end an assistant's turn, plain or with tool calls."""
@@ -133,7 +133,8 @@ class ChatTemplate(Renderer):
         Args:
             messages: Any number of turns, with or without a system prompt and tool turns.
             tools: JSON schemas of the available tools.
-            options: Turns to train on; `all` becomes `each` where the template rewrites earlier turns.
+            options: Turns to train on, of those that their messages do not exclude; `all` becomes `each` where the
+                template rewrites earlier turns.
             first_trained: Index of the first message to train on; those before it are the prompt.
             fits: Function that returns whether a prompt is short enough; turns with longer prompts may be left out.
 
@@ -148,6 +149,9 @@ class ChatTemplate(Renderer):
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
         if not turns:
             raise RowFault("no assistant turn", f"roles: {', '.join(map(str, roles[:8]))}")
+        turns = [turn for turn in turns if is_trained(messages[turn])]
+        if not turns:
+            raise RowFault("no assistant turn is trained on", f"each has a {' or '.join(TRAINED)} of 0 or false")
         turns = turns[-1:] if options.train_on == "last" else turns
         with self.bounded(messages):
             if options.reasoning == "drop":

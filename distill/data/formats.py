@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from distill.data.messages import REASONING
+from distill.data.messages import REASONING, TRAINED
 from distill.data.rows import Row, RowFault
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ PAIR_COLUMNS = (
     ("input", "output"),
 )
 TEXT_COLUMNS = ("text", "content")
+SYSTEM = "system"  # column of system prompts, in the layouts of ShareGPT and Alpaca
+# columns of pairs that are not read, and what they mean in common layouts
+UNREAD = {
+    "history": "earlier turns of the conversation (Alpaca): write them into a column messages",
+    "label": "responses that are not wanted, where it is false (KTO): leave these rows out",
+}
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 # roles known to common chat templates; other roles are passed to the template unchanged, and reported
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
@@ -67,7 +73,7 @@ class Format:
 
     Attributes:
         kind: `text`, `prompt_completion`, `chat` or `prompts`.
-        columns: role (text, prompt, completion, messages, rendered) to column.
+        columns: role (text, prompt, completion, messages, rendered, system) to column.
         keeps_empty: an empty answer is no fault of a row.
         pairs_as_chat: a pair becomes a user's and an assistant's turn, since there is a chat template.
     """
@@ -93,8 +99,16 @@ class Format:
         """
         if self.kind == "text":
             return Sample(text=_text(row, self.columns["text"]))
-        if self.kind == "prompts":
-            return self._prompt(row)
+        sample = self._prompt(row) if self.kind == "prompts" else self._pair_or_chat(row)
+        system = row.get(SYSTEM) if SYSTEM in self.columns else None
+        if sample.messages is None or not isinstance(system, str) or not system.strip():
+            return sample
+        if sample.messages[0]["role"] in ("system", "developer"):
+            return sample
+        messages = [{"role": "system", "content": system}, *sample.messages]
+        return sample._replace(messages=messages, first_trained=sample.first_trained + 1)
+
+    def _pair_or_chat(self, row: Row) -> Sample:
         if self.kind == "chat":
             return Sample(messages=_messages(row, self.columns["messages"]), tools=_tools(row))
         prompt, completion = self.columns["prompt"], self.columns["completion"]
@@ -177,7 +191,7 @@ def detect(
             raise ValueError(f"data.fields: expected a column prompt, or a column messages; {there}")
         if "messages" in prompts and not has_template:
             raise ValueError("data.chat_template: the prompts are chats and the tokenizer has no chat template")
-        return Format("prompts", prompts, pairs_as_chat=has_template)
+        return Format("prompts", prompts | system_column(columns, has_template), pairs_as_chat=has_template)
     kind, found = _shape(columns, mapped, format)
     if found is None:
         needs = {
@@ -192,7 +206,14 @@ def detect(
             "data.chat_template: the data are chats and the tokenizer has no chat template; "
             "give a .jinja file, or the tokenizer of an instruct model"
         )
+    if kind != "text":
+        found = found | system_column(columns, has_template)
     return Format(kind, found, pairs_as_chat=kind == "prompt_completion" and has_template)
+
+
+def system_column(columns: Iterable[str], has_template: bool) -> dict[str, str]:
+    """Return the column of system prompts by its role, where there is one and chats are rendered."""
+    return {SYSTEM: SYSTEM} if has_template and SYSTEM in columns else {}
 
 
 def _shape(columns: list[str], mapped: dict[str, str], format: str) -> tuple[str, dict[str, str] | None]:
@@ -279,6 +300,9 @@ def _message(message: Any, column: str) -> Message:
     if isinstance(content, list):
         message["content"] = content = _joined_parts(content, column)
     _check_calls(message, column)
+    for name in TRAINED:
+        if message.get(name, 1) not in (0, 1):
+            raise RowFault("wrong type", f"column {column!r}: expected {name} of 0 or 1, got {message[name]!r}")
     if content is None and not message.get("tool_calls") and not any(message.get(name) for name in REASONING):
         raise RowFault("null", f"column {column!r}: a message of {role} without content")
     if content is not None and not isinstance(content, str):

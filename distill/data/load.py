@@ -25,7 +25,7 @@ from distill.core.units import plural
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.copies import Chosen, count_copies
 from distill.data.documents import tokenise_documents
-from distill.data.formats import Format, detect
+from distill.data.formats import UNREAD, Format, detect
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
 from distill.data.rendering import NOT_RENDERED
 from distill.data.report import DataReport
@@ -123,6 +123,9 @@ def load_rows(
         columns, templated = columns_of(source), None not in templates
         format = detect(columns, data.fields, data.format, source=source.name, has_template=templated, rows=source.rows)
         format = replace(format, keeps_empty=data.empty_answers == "keep")
+        for name, meaning in UNREAD.items() if format.kind == "prompt_completion" else ():
+            if name in columns and name not in format.columns.values():
+                logger.warning("%s: the column %r is not read; it often has %s", source.name, name, meaning)
         documents, tally, key, cached = tokenise_documents(
             source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )

@@ -18,6 +18,7 @@ from distill.data.rendering import Message, Renderer
 from distill.data.rows import RowFault
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names in use for one field
+TRAINED = ("weight", "train", "training")  # names of other tools for whether a message is trained on
 THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
 DEVELOPER = re.compile(r"""(?P<quote>['"])developer(?P=quote)""")
 QUESTION = {"role": "user", "content": "zqquestionqz"}
@@ -49,6 +50,11 @@ def content_of(message: Message) -> MessageContent:
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
     return MessageContent(text, thought, [call for call in functions if call is not None])
+
+
+def is_trained(message: Message) -> bool:
+    """Return whether an assistant's message is trained on: without `weight: 0` (OpenAI), `train: false` (axolotl)."""
+    return all(message.get(name, 1) for name in TRAINED)
 
 
 def without_reasoning(message: Message) -> Message:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.chat import ChatTemplate
-from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format, Sample
+from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format, Sample, system_column
 from distill.data.row_counts import RowCounts
 from distill.data.sources import Row, RowFault, open_source, prompt_lines
 from distill.data.tokenise import tokens_before_text
@@ -88,16 +88,17 @@ def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format
     """Return the format with the column of the prompt: as mapped, else by the names in common use."""
     chat = fields.messages or next((name for name in CHAT_COLUMNS if name in row), None)
     prompt = fields.prompt if fields.prompt in row else next((name for name, _ in PAIR_COLUMNS if name in row), None)
+    system = system_column(row, has_template)
     if prompt is None and chat in row:
         if not has_template:
             raise ValueError(
                 "data.chat_template: the prompts are chats and the tokenizer has no chat template; give a .jinja file"
             )
-        return Format("prompts", {"messages": chat})
+        return Format("prompts", {"messages": chat} | system)
     if prompt is None:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"--prompts: expected a column prompt or messages in {path}; its columns are {columns}")
-    return Format("prompts", {"prompt": prompt}, pairs_as_chat=has_template)
+    return Format("prompts", {"prompt": prompt} | system, pairs_as_chat=has_template)
 
 
 def _prompt(
@@ -110,6 +111,6 @@ def _prompt(
     if template is None:
         raise RowFault("a chat without a chat template")
     ids = tokenizer(template.prompt(sample.messages, sample.tools), add_special_tokens=False)["input_ids"]
-    if is_text:
+    if is_text and len(sample.messages) == 1:
         return Prompt(ids, {"prompt": sample.messages[0]["content"]})
     return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}))
