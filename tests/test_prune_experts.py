@@ -247,10 +247,10 @@ AXES = {
 
 def test_all_columns_of_a_mixture_shrink_alike():
     """Those of dense layers, experts and shared experts; a field that no module is made by is left as it is."""
-    wide = {"intermediate_size": 512, "moe_intermediate_size": 256}
+    wide = {"intermediate_size": 2048, "moe_intermediate_size": 1024}
     for family, shared, axes in (
-        ("nemotron_h", {"moe_shared_expert_intermediate_size": 128, "n_routed_experts": 16}, [256, 128, 64]),
-        ("qwen3_moe", {"num_local_experts": 16}, [128]),
+        ("nemotron_h", {"moe_shared_expert_intermediate_size": 512, "n_routed_experts": 64}, [1024, 512, 256]),
+        ("qwen3_moe", {"num_local_experts": 64}, [512]),
     ):
         config = tiny_config(family, **wide, **shared)
         shares = parameters_share(config)
@@ -259,7 +259,7 @@ def test_all_columns_of_a_mixture_shrink_alike():
         assert [getattr(found["MLP columns"], axis) for axis in AXES[family]] == axes
         assert family == "nemotron_h" or found["MLP columns"].intermediate is None
         both = found["experts and their columns"]
-        assert both.experts < 16 and axes[-1] < getattr(both, AXES[family][-1])
+        assert both.experts < 64 and axes[-1] < getattr(both, AXES[family][-1])
 
 
 def test_a_shape_that_a_family_cannot_be_cut_to_is_left_out_with_a_line(place, capsys, caplog):
