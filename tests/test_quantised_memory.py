@@ -10,7 +10,7 @@ from tiny import tiny_model
 from distill.models.load.adapters import add_lora
 from distill.planning.devices import find_device
 from distill.planning.memory import step_memory
-from distill.planning.preflight import device_plan
+from distill.planning.preflight import check, device_plan
 from distill.recipe import parse
 from distill.training.quantise import quantise_at_once
 
@@ -57,6 +57,16 @@ def test_the_plan_counts_the_bytes_that_training_holds(tmp_path, monkeypatch, na
     quantise_at_once(model, recipe.student.quantise)
     assert held_bytes() - before == pytest.approx(expected, rel=1e-3)
     assert expected > 4 * model.get_parameter(next(n for n, _ in model.named_parameters() if "up_proj" in n)).numel()
+
+
+def test_the_check_names_what_a_format_cannot_hold(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model(hidden=64, intermediate_size=72).config.save_pretrained("student")
+    found = check(parse(PLANNED), find_device("H100"))
+    (note,) = [note for note in found.notes if note.startswith("student.quantise: ")]
+    assert "2 matrices (" in note and "stay as they are, such as model.layers.0.mlp.down_proj.weight: rows" in note
+    tiny_model(hidden=64).config.save_pretrained("student")
+    assert not [note for note in check(parse(PLANNED), find_device("H100")).notes if "student.quantise" in note]
 
 
 def test_autocast_copies_the_weights_of_a_quantised_student_with_adapters(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 
 import torch
 from distill_kernels.launch import OLDER
@@ -54,6 +55,7 @@ from distill.teachers.source_capabilities import (
 )
 from distill.teachers.vocabulary import Vocabulary
 
+FORMATS_OF = "distill.models.precision.quantised_formats:formats_of"  # imported for a student that is quantised
 log = logging.getLogger(__name__)
 
 
@@ -168,6 +170,9 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     _check_lengths(plan, report)
     report.problems += layer_problems(plan)
     report.notes += unusual_settings(recipe)
+    if recipe.student.quantise is not None:
+        note = resolve_name(FORMATS_OF)(student.model, recipe.student.quantise).note()
+        report.notes += [f"student.quantise: {note}"] if note else []
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
     models = {"teacher": files_of(source).config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
