@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with checkpoint-2 and checkpoint-4, and a cache of its teacher."""
-    folder = finished_run(tmp_path_factory.mktemp("integrity"), RECIPE)
+    folder = finished_run(tmp_path_factory.mktemp("integrity"), RECIPE, tokens=260)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_command(["cache", "r.yaml", "--top-k", "8", "--tail", "bucket", "--out", "said", "--json"]) == 0

@@ -26,9 +26,9 @@ generate: {prompts: []}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 
 
-def finished_run(folder, recipe):
+def finished_run(folder, recipe, tokens=None):
     """A folder in which `recipe` (of a folder called teacher and text.txt) was run under the name whole."""
-    save_models(folder, text=TEXT, teacher={"layers": 3, "seed": 1})
+    save_models(folder, text=TEXT, tokens=tokens, teacher={"layers": 3, "seed": 1})
     (folder / "r.yaml").write_text(recipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -8,7 +8,7 @@ import doc_blocks
 import pytest
 import yaml
 from doc_blocks import ROOT
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.cli import run_command
 
@@ -26,7 +26,7 @@ def blocks(*languages):
 def reader(tmp_path, monkeypatch):
     """The reader's folder: every block that names its file, the recipe's teacher exchanged for a tiny one."""
     monkeypatch.chdir(tmp_path)
-    save_tiny(tmp_path / "tiny", tiny_model(tiny_tokenizer(), layers=4))
+    save_models(tmp_path, tokens=260, tiny={"layers": 4})
     for block in blocks("python", "jinja", "yaml"):
         if name := NAME.match(block.text):
             (tmp_path / name[1]).write_text(block.text)

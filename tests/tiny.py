@@ -129,9 +129,14 @@ def save_tiny(
     return Path(folder)
 
 
-def save_models(folder: Path, *, text: str | None = None, **models: dict) -> PreTrainedTokenizerFast:
-    """Save models of one tokenizer, each by its name with its settings of `tiny_model`; `text` goes into text.txt."""
-    tokenizer = tiny_tokenizer()
+def save_models(
+    folder: Path, *, text: str | None = None, tokens: int | None = None, **models: dict
+) -> PreTrainedTokenizerFast:
+    """Save models of one tokenizer, each by its name with its settings of `tiny_model`; `text` goes into text.txt.
+
+    A tokenizer of more than 259 `tokens` has merges, without which llama.cpp reads none.
+    """
+    tokenizer = tiny_tokenizer() if tokens is None else tiny_tokenizer(tokens)
     for name, settings in models.items():
         save_tiny(folder / name, tiny_model(tokenizer, **settings), tokenizer)
     if text is not None:
