@@ -83,6 +83,8 @@ def test_the_best_shape_is_written_and_runs(place, capsys):
     assert "KL before training" in out and f"best: {best['name']}, KL {best['kl']:.4f}" in out
     assert run_command(["prune", "tiny.yaml", "--to", "0.6", "--output", "small.yaml"]) == 2
     assert "--output: small.yaml exists" in capsys.readouterr().err
+    assert run_command(["prune", "tiny.yaml", "--to", "0.6", "--output", "no/small.yaml"]) == 2  # before measuring
+    assert "--output: expected a file in an existing folder, but no does not exist" in capsys.readouterr().err
 
 
 def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watch):

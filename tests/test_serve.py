@@ -284,6 +284,8 @@ def test_what_cannot_be_served(place, capsys):
             engine_in(place, *overrides)
     assert run_command(["serve", str(place / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+    assert run_command(["serve", "quickstart", "--address-file", str(place / "no/address")]) == 2
+    assert "--address-file: expected a file in an existing folder" in capsys.readouterr().err
     assert run_command(["serve", "quickstart", "--ssl-certfile", "x"]) == 2
     recipe = recipe_of_model("some/model", ["teacher.dtype=float32"])
     assert recipe.teacher.model == "some/model" and recipe.teacher.dtype == "float32"

@@ -20,6 +20,7 @@ from distill.commands.arguments import (
 from distill.core import console, launch, ranks
 from distill.core.errors import RecipeError
 from distill.core.files import write_text
+from distill.core.folders import check_output_file
 from distill.core.units import plural
 
 
@@ -230,7 +231,7 @@ def compare(
     if warnings and not anyway:
         raise RecipeError([*warnings, "these metrics are not comparable; --anyway prints the table all the same"])
     if plot is not None:
-        _check_output_file("--plot", plot)
+        check_output_file(plot, "--plot")
         if plot.suffix not in (".html", ".htm"):
             raise ValueError(f"--plot: expected a file name that ends in .html, got {plot}")
         if not is_installed():
@@ -295,13 +296,5 @@ def report(
         print_json({"run": str(folder), **figures})
         return
     if output is not None:
-        _check_output_file("--output", output)
+        check_output_file(output, "--output")
     console.print_lines(f"wrote {write_report(folder, output)}")
-
-
-def _check_output_file(option: str, path: Path) -> None:
-    """Check that a file can be written to this path."""
-    if path.is_dir():
-        raise ValueError(f"{option}: expected a file to write, got the folder {path}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option}: expected a file in an existing folder, but {path.parent} does not exist")

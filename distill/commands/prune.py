@@ -12,6 +12,7 @@ import typer
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
 from distill.core import console
 from distill.core.files import write_text
+from distill.core.folders import check_output_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +43,10 @@ def prune(
     distill prune my.yaml --to 0.5 --output half.yaml
     distill prune my.yaml --to 0.5 --latency
     """
-    if output is not None and output.exists():
-        raise ValueError(f"--output: {output} exists; name another file")
+    if output is not None:
+        check_output_file(output, "--output")
+        if output.exists():
+            raise ValueError(f"--output: {output} exists; name another file")
     _, resolved = load_recipe(recipe, overrides)
     from distill.recipe import Student, dump
     from distill.teachers.pruned import measure_candidates

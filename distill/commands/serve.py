@@ -12,6 +12,7 @@ import typer
 from distill.commands.arguments import Overrides, load_recipe
 from distill.core import console, launch
 from distill.core.files import write_text
+from distill.core.folders import check_output_file
 from distill.core.ranks import is_main_process
 from distill.recipe.shipped import shipped_recipes
 
@@ -62,6 +63,8 @@ def serve(
     from distill.serving.connections import Server, listen
     from distill.serving.sharded import ShardedEngine, join_launch
 
+    if address_file is not None:
+        check_output_file(address_file, "--address-file")
     token = read_token(token_file)
     require_safe(host, token)
     tls = require_certificate(ssl_certfile, ssl_keyfile)

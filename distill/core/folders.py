@@ -87,6 +87,14 @@ def check_new_folder(folder: Path, field: str) -> None:
     check_folder(folder, field)
 
 
+def check_output_file(path: Path, field: str) -> None:
+    """Raise a RecipeError that names `field` for a file that cannot be written: a folder, or in one that is absent."""
+    if path.is_dir():
+        raise RecipeError([f"{field}: expected a file to write, got the folder {path}"])
+    if not path.absolute().parent.is_dir():
+        raise RecipeError([f"{field}: expected a file in an existing folder, but {path.parent} does not exist"])
+
+
 def check_folder_free(folder: Path) -> None:
     """Check that a folder, whose lock is held, still holds no run.
 
