@@ -22,7 +22,7 @@ BY_INTERMEDIATE = (
 )
 OWN_SHARED = (
     *("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "granitemoeshared", "granitemoe_swa"),
-    *("minimax_m3_vl_text", "nemotron_h", "laguna", "kolibri1", "flint", "granitemoehybrid"),
+    *("minimax_m3_vl_text", "nemotron_h", "laguna", "kolibri1", "flint", "granitemoehybrid", "dots3_note_text"),
 )
 
 
@@ -180,6 +180,49 @@ def test_experts_and_their_columns_go_with_layers_channels_and_heads(kind, tmp_p
     gate_up = theirs.gate_up_proj[expert][torch.cat([columns, 16 + columns])][:, list(chosen.hidden)]
     assert torch.equal(mine.gate_up_proj[2], gate_up)
     assert torch.equal(mine.down_proj[2], theirs.down_proj[expert][list(chosen.hidden)][:, columns])
+
+
+GEMMA4 = {
+    "mixture": {"enable_moe_block": True, "top_k_experts": 2, "num_experts": 8},
+    "shared keys": {
+        "num_kv_shared_layers": 2,  # whose MLPs are twice as wide
+        "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind, cut",
+    [
+        ("mixture", {"hidden": 24, "intermediate": 40, "moe_intermediate": 8, "experts": 5}),
+        ("mixture", {"moe_intermediate": 8}),
+        ("shared keys", {"hidden": 24, "intermediate": 40}),
+        ("shared keys", {"intermediate": 40}),
+    ],
+)
+def test_families_whose_layers_have_heads_of_several_widths_are_cut_elsewhere(kind, cut, tmp_path):
+    teacher = drawn("gemma4_text", **GEMMA4[kind])
+    assert "head_dim" in teacher.config.per_layer_attributes
+    student, chosen = student_of(teacher, **cut)
+    student.save_pretrained(tmp_path)
+    again = read_back(tmp_path)
+    assert torch.equal(logits(again), logits(student))
+    assert widths_of(again.config) == widths_of(teacher.config)._replace(**cut)
+    assert again.config.per_layer_config[3].head_dim == teacher.config.per_layer_config[3].head_dim
+    if len(cut) == 1:
+        expected = logits(without_columns(teacher, chosen.columns))
+        torch.testing.assert_close(logits(student), expected, rtol=1e-3, atol=1e-4)
+    wide = 2 if kind == "shared keys" else 1
+    assert again.model.layers[3].mlp.down_proj.in_features == wide * cut.get("intermediate", 64)
+
+
+def test_heads_of_several_widths_are_not_cut():
+    with pytest.raises(
+        ValueError, match=r"kv_heads: expected one width of all layers, got Gemma4TextConfig, some of wh"
+    ):
+        shape_for(FromTeacher(kv_heads=1), tiny_config("gemma4_text"))
 
 
 def test_columns_of_gates_and_ups_are_taken_in_their_order():

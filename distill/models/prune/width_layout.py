@@ -24,7 +24,7 @@ from distill.core.errors import first_line
 from distill.models.head import attention_sizes
 from distill.models.layers import find_layers
 from distill.models.patch.swaps import epsilon_of
-from distill.models.prune.widths import COLUMN_AXES, COLUMN_FIELDS, Widths, widths_of, with_widths
+from distill.models.prune.widths import COLUMN_AXES, COLUMN_FIELDS, Widths, widths_of, with_widths, without_layers
 
 Axis = Literal[
     "hidden", "heads", "kv_heads", "intermediate", "moe_intermediate", "shared_expert_intermediate", "experts"
@@ -182,7 +182,7 @@ class Growth:
 
     def __init__(self, config: PreTrainedConfig, axes: Collection[Axis]) -> None:
         self.full = full = widths_of(config)
-        self.head_width = attention_sizes(config.get_text_config())[2]
+        self.head_width = attention_sizes(without_layers(config.get_text_config()))[2]
         self.axes = axes
         self.model = model = without_memory(config)
         self._slopes = {name: [_Slope(size) for size in shape] for name, shape in _shapes(model).items()}

@@ -26,7 +26,7 @@ from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config
 from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Axis, Growth, Layout, Order
-from distill.models.prune.widths import COLUMN_AXES, Widths, widths_of, with_widths
+from distill.models.prune.widths import COLUMN_AXES, Widths, widths_of, with_widths, without_layers
 
 LAYERS = 4
 COLUMNS, KEPT = 48, 32  # of a small model, on each axis of columns
@@ -109,7 +109,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     columns = {axis: COLUMNS for axis in COLUMN_AXES if getattr(full, axis)}
     widths = full._replace(hidden=16 * heads, heads=heads, kv_heads=pairs, experts=experts)
     small = with_widths(short, widths._replace(**columns))
-    before, text = config.get_text_config(), small.get_text_config()
+    before, text = without_layers(config.get_text_config()), small.get_text_config()
     if getattr(text, "mamba_n_heads", None) and getattr(text, "mamba_d_ssm", None) is None:
         text.mamba_n_heads = text.mamba_expand * text.hidden_size // text.mamba_d_head  # as the family requires
     if not hasattr(before, "head_dim"):

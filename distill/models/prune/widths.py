@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple, get_args
 
 from transformers import PreTrainedConfig
 
-from distill.core.errors import first_line
 from distill.models.head import attention_sizes
 from distill.models.prune.routing import check_experts, experts_field, routing_of
 from distill.recipe import FromTeacher
@@ -23,7 +22,8 @@ COLUMN_FIELDS: dict[ColumnAxis, tuple[str, ...]] = {
     "intermediate": ("intermediate_size", "n_inner"),
     "moe_intermediate": ("moe_intermediate_size",),
     "shared_expert_intermediate": (
-        *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+        *("shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size"),
+        "moe_shared_expert_intermediate_size",
     ),
 }
 
@@ -63,14 +63,8 @@ def widths_of(config: PreTrainedConfig) -> Widths:
     Raises:
         ValueError: a configuration without attention, or whose layers have MLPs of several widths.
     """
-    text = config.get_text_config()
-    try:
-        heads, kv_heads, _ = attention_sizes(text)
-    except RuntimeError as error:  # transformers, of a configuration with other numbers in each layer
-        raise ValueError(
-            f"student.from_teacher: expected a configuration with one width of all layers to cut widths, got "
-            f"{type(text).__name__}: {first_line(error)}"
-        ) from error
+    text = without_layers(config.get_text_config())
+    heads, kv_heads, _ = attention_sizes(text)
     columns = {axis: getattr(text, name) for axis in COLUMN_AXES if (name := column_field(text, axis)) is not None}
     plain = columns.pop("intermediate", None)
     routing = routing_of(text)
@@ -84,6 +78,29 @@ def widths_of(config: PreTrainedConfig) -> Widths:
         )
     counts = {axis: value for axis, value in columns.items() if isinstance(value, int)}
     return Widths(text.hidden_size, heads, kv_heads, plain, 0 if routing is None else routing.experts, **counts)
+
+
+def without_layers(text: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a text model's configuration without what single layers set for themselves (`per_layer_config`)."""
+    if getattr(text, "per_layer_attributes", None) is None:
+        return text
+    text = copy.deepcopy(text)
+    text.per_layer_config = None
+    return text
+
+
+def _check_layers(cut: FromTeacher, text: PreTrainedConfig) -> None:
+    """Raise ValueError for a width that single layers set for themselves."""
+    of_layers = getattr(text, "per_layer_attributes", None) or set()
+    heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
+    fields = {"hidden": {"hidden_size"}, "heads": heads, "kv_heads": heads}
+    fields |= {axis: set(names) for axis, names in COLUMN_FIELDS.items()}
+    for name, needed in fields.items():
+        if getattr(cut, name) is not None and (apart := sorted(needed & of_layers)):
+            raise ValueError(
+                f"student.from_teacher.{name}: expected one width of all layers, got {type(text).__name__}, some of "
+                f"whose layers have another {apart[0]}; leave {name} out"
+            )
 
 
 def column_field(text: PreTrainedConfig, axis: ColumnAxis) -> str | None:
@@ -107,6 +124,7 @@ def target_widths(cut: FromTeacher | None, config: PreTrainedConfig) -> Widths |
         return None
     if cut.experts is not None:
         check_experts(cut.experts, config.get_text_config())
+    _check_layers(cut, config.get_text_config())
     full = widths_of(config)
     rows = {"hidden", "moe_intermediate" if full.moe_intermediate else "intermediate"} if full.experts else set()
     asked = {name: getattr(cut, name) for name in Widths._fields}
@@ -153,15 +171,15 @@ def with_widths(config: PreTrainedConfig, widths: Widths) -> PreTrainedConfig:
     """Return a copy of a configuration with other widths and a head's width as it was."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    _, _, width = attention_sizes(text)
-    if getattr(text, "head_dim", None) is None:
-        text.head_dim = width
+    plain = without_layers(text)
+    if getattr(plain, "head_dim", None) is None:
+        text.head_dim = attention_sizes(plain)[2]
     text.num_attention_heads = widths.heads
-    if getattr(text, "num_key_value_heads", None) is not None:
+    if getattr(plain, "num_key_value_heads", None) is not None:
         text.num_key_value_heads = widths.kv_heads
     text.hidden_size = widths.hidden
     for axis in COLUMN_AXES:
-        if getattr(widths, axis) and (name := column_field(text, axis)) is not None:
+        if getattr(widths, axis) and (name := column_field(plain, axis)) is not None:
             setattr(text, name, getattr(widths, axis))
     if widths.experts and (field := experts_field(text)) is not None:
         setattr(text, field, widths.experts)
