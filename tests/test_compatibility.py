@@ -79,6 +79,7 @@ WITH = {
     "launched server": ["parallel={teacher: served, teacher_gpus: 1}"],
     "kept teacher": ["teacher.online_cache=there"],
     "cut student": ["student={from_teacher: {layers: 1}}"],
+    "cut checkpoint": ["student={model: s, from_teacher: {layers: 1}}"],
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],
     "student as teacher": ["teacher={type: student, context: {template: 'Be brief.'}}"],
     "running average": ["teacher={type: student, ema: 0.9, context: {template: 'Be brief.'}}"],
@@ -148,6 +149,46 @@ def test_a_refusal_names_what_is_required_what_is_given_and_what_gives_it():
     )
     (fault,) = faults_of([*overrides_of("server", "same", "routed"), *WITH["teacher for some steps"]])
     assert "teacher.type: server: requires a divergence of weight above 0 in every step" in fault
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["loss.terms=[{type: jsd}]"], "loss.terms: divergences other than forward_kl alone or reverse_kl alone: req"),
+        (["loss.terms=[{type: forward_kl}, {type: reverse_kl}]"], "loss.terms: divergences other than forward_kl al"),
+        (["loss.schedule=[{setting: temperature, steps: [0, 4], values: [1, 2]}]"], "loss.schedule of the temperature"),
+    ],
+)
+@pytest.mark.parametrize("backend", K_TOKENS)
+@pytest.mark.parametrize("combination", ["alone", "routed"])
+def test_k_tokens_are_for_one_kl_at_one_temperature(backend, combination, overrides, told):
+    (fault,) = faults_of([*overrides_of(backend, "same", combination), *overrides])
+    assert told in fault and "top_k" in fault
+    mixed = ["loss.temperature=2", "loss.terms=[{type: reverse_kl, weight: 2}, {type: cross_entropy}]"]
+    assert not faults_of([*overrides_of(backend, "same", combination), *mixed])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given"),
+    [
+        (["parallel.strategy=fsdp"], "parallel.strategy: fsdp"),
+        (["student={model: s, from_teacher: {layers: 1}}"], "student.from_teacher"),
+        (["student.vocabulary=extend"], "student.vocabulary: extend"),
+        (["student.lora={r: 2}"], "student.lora"),
+        (["parallel={teacher: served, teacher_gpus: 1}"], "teacher.ema"),
+    ],
+)
+def test_a_running_average_needs_all_weights_of_its_checkpoint(overrides, given):
+    """A frozen copy of the student needs none of that."""
+    (fault,) = faults_of([*overrides_of("average", "context", "alone"), *overrides])
+    assert f"got {given};" in fault and "ema" in fault
+    assert not faults_of([*overrides_of("student", "context", "alone"), *overrides])
+
+
+def test_several_teachers_are_not_sharded():
+    for combination in ("mixture", "routed"):
+        (fault,) = faults_of([*overrides_of("local", "same", combination), "parallel.teacher=sharded"])
+        assert "parallel.teacher: sharded: requires one teacher; got teachers" in fault
 
 
 def test_a_property_that_nothing_requires_is_none():

@@ -12,7 +12,7 @@ from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantis
 from distill_kernels.quantisation.number_format import Scales
 from safetensors.torch import load_file
 from straight_through import fake_quantise
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -388,3 +388,29 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         torch.save(made, sys.argv[1])
     dist.destroy_process_group()
+
+
+def test_a_running_average_is_of_the_rounded_weights(tmp_path, monkeypatch):
+    """The teacher follows what the student computes with, not its master weights."""
+    monkeypatch.chdir(tmp_path)
+    before = save_tiny(tmp_path / "student", tiny_model(tiny_tokenizer(), seed=2))
+    rows = [json.dumps({"prompt": f"Say {n}", "completion": f"It is {n}.", "hint": f"{n} is {n}"}) for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    recipe = parse(
+        """
+        teacher: {type: student, ema: 0.5, context: {template: 'Know that {hint}'}}
+        student: {model: student, quantise: {format: q4_0, start: nearest}}
+        data: {source: rows.jsonl, max_length: 96, cache: false, validation: {fraction: 0.2}}
+        train: {steps: 1, learning_rate: 1e-2, warmup: 0, device: cpu, save_every: 1}
+        generate: {prompts: []}
+        """
+    )
+    folder = run(recipe, name="average").folder / "checkpoint-1"
+    average, rounded, first = (
+        load_file(path)
+        for path in (folder / "teacher.safetensors", folder / "model.safetensors", before / "model.safetensors")
+    )
+    masters = load_file(folder / "quantised.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.testing.assert_close(average[name], (first[name] + rounded[name]) / 2)
+    assert (masters[f"master.{name}"] - rounded[name]).abs().max() > 1e-3

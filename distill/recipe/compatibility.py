@@ -83,8 +83,8 @@ def _context_without_prompts(recipe: Sections) -> str | None:
     for teacher in written_teachers(recipe):
         route = getattr(teacher, "route", None)
         parts = [part for part in recipe.data.parts if teacher.context is not None and part.teacher in (None, route)]
-        if any(part.data.format == "text" for part in parts):
-            return _without_prompts(recipe)
+        if found := next((part.data.format for part in parts if part.data.format in ("text", "prompts")), None):
+            return f"data.format: {found}"
     return None
 
 
@@ -206,6 +206,15 @@ PROPERTIES: dict[str, Property] = {
         _or_none(lambda recipe: recipe.parallel.strategy == "fsdp", "parallel.strategy: fsdp"),
         "set parallel.strategy to ddp",
     ),
+    "student of its checkpoint's shape": Property(
+        "a student of its checkpoint's shape, layer by layer and token by token",
+        lambda recipe: (
+            "student.from_teacher"
+            if recipe.student.cut is not None
+            else "student.vocabulary: extend" * (recipe.student.vocabulary == "extend") or None
+        ),
+        "leave teacher.ema out, or train a student as it is saved",
+    ),
     "whole teacher": Property(
         "a teacher that each process holds whole",
         _or_none(lambda recipe: recipe.parallel.teacher == "sharded", "parallel.teacher: sharded"),
@@ -256,6 +265,16 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda recipe: recipe.loss.reads_layers,
         ("one teacher", "hidden states of layers", "student's tokens", "student's prompts"),
     ),
+    Requirement(
+        "loss.terms: divergences other than forward_kl alone or reverse_kl alone",
+        lambda recipe: not recipe.loss.divergences <= {"forward_kl"} and not recipe.loss.divergences <= {"reverse_kl"},
+        ("hidden states",),
+    ),
+    Requirement(
+        "loss.schedule of the temperature",
+        lambda recipe: any(line.setting == "temperature" for line in recipe.loss.schedule),
+        ("hidden states",),
+    ),
     Requirement("loss.label_smoothing", lambda recipe: recipe.loss.label_smoothing > 0, ("student's tokens",)),
     Requirement("loss.z_loss", lambda recipe: recipe.loss.z_loss > 0, ("student's tokens",)),
     Requirement("loss.plugin", lambda recipe: recipe.loss.runs_terms, ("one teacher", "student's tokens")),
@@ -289,7 +308,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "teacher.ema",
         lambda recipe: any(teacher.ema is not None for teacher in written_teachers(recipe)),
-        ("all weights trained", "whole teacher"),
+        ("all weights trained", "student of its checkpoint's shape", "whole student", "whole teacher"),
     ),
     Requirement(
         "student.quantise with student.lora",  # a merged weight is made of all rows of A, which shards are not
@@ -309,12 +328,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "parallel.teacher: sharded",
         lambda recipe: recipe.parallel.teacher == "sharded",
-        ("weights to shard", "weights in floating point"),
+        ("one teacher", "weights to shard", "weights in floating point"),
     ),
     Requirement(
         "parallel.teacher: served",
         lambda recipe: recipe.parallel.teacher == "served",
-        ("one teacher", "weights", "a divergence in every step"),
+        ("one teacher", "weights", "frozen weights", "a divergence in every step"),
     ),
 )
 

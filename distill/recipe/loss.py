@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, get_args
 
-from distill_kernels.losses import with_parameter
+from distill_kernels.losses import DIVERGENCES, with_parameter
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import Section
@@ -350,6 +350,11 @@ class Loss(Section):
     def reads_layers(self) -> bool:
         """Return whether an active term compares layers of both models."""
         return self.has(*LAYERED)
+
+    @property
+    def divergences(self) -> set[str]:
+        """Types of the active terms that are divergences between whole distributions."""
+        return {term.type for term in self.terms if term.weight > 0 and term.type in DIVERGENCES}
 
     def has(self, *types: str) -> bool:
         """Return whether a term of one of these types has a weight above 0."""
