@@ -52,6 +52,21 @@ CASES = {
     "on-policy": OWN,
     "cut": ["student={from_teacher: {layers: 2}}", "train.steps=2"],
     "hard labels": ["loss.terms=[{type: cross_entropy}]", "train.steps=2"],
+    "itself": [
+        "data.source=pairs.jsonl",
+        "data.max_length=96",
+        "teacher={type: student, top_k: 8, context: {template: 'Multiply {prompt}', place: after}}",
+        "loss.terms=[{type: reverse_kl}]",
+        "train.tokens_per_step=192",
+        "train.steps=2",
+    ],
+    "prompts": [
+        "data={source: prompts.jsonl, format: prompts, max_length: 96, cache: false, on_policy: {max_new_tokens: 6}}",
+        "data.validation={source: pairs.jsonl}",
+        "loss.terms=[{type: reverse_kl}]",
+        "train.tokens_per_step=192",
+        "train.steps=2",
+    ],
 }
 
 
@@ -157,6 +172,7 @@ def models(tmp_path_factory):
     (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
     pairs = ({"prompt": f"Say {n}.", "completion": f"It is {n * n}."} for n in range(40))
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"Tell {n}."}) for n in range(20)))
     return folder
 
 
@@ -203,9 +219,10 @@ def assert_same(one, other):
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize(
-    "case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case != "plain")]
-)
+OTHERS = [case for case in CASES if case not in ("plain", "itself", "prompts")]
+
+
+@pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)])
 def test_it_is_the_same_to_the_bit(alone, capsys, case):
     expected = alone(case)
     capsys.readouterr()
@@ -215,6 +232,12 @@ def test_it_is_the_same_to_the_bit(alone, capsys, case):
     assert re.search(r"served 19\d bytes per trained token", said)  # 48 numbers of 4 bytes, and what names them
     assert "are those of its own logits" in said
     assert LaunchedServers.current is None and not servers()
+
+
+@pytest.mark.parametrize("case", ["itself", "prompts"])
+def test_servers_leave_the_rest_of_the_recipe_to_the_run(alone, case):
+    """The student's own outputs after another prompt, of which K tokens are trained on; prompts without answers."""
+    assert_same(run_here(f"served-{case}", *CASES[case], *served()), alone(case))
 
 
 @pytest.mark.full

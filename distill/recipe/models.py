@@ -192,8 +192,9 @@ class Teacher(ModelSection):
 
     @property
     def by_itself(self) -> Teacher:
-        """The same model without `context` and `online_cache`, which is what a server of it computes."""
-        return self.model_copy(update={"context": None, "online_cache": None, "online_cache_format": "hidden"})
+        """The same model without `context`, `online_cache` and `top_k`, which is what a server of it computes."""
+        left_out = {"context": None, "top_k": None, "online_cache": None, "online_cache_format": "hidden"}
+        return self.model_copy(update=left_out)
 
     def loaded(self) -> Teacher:
         """Return the section that loads the model named together with a cache or a server."""

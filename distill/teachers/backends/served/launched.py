@@ -225,10 +225,8 @@ def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str])
     file = folder / "teacher.yaml"
     if not file.exists():
         held = Parallel(teacher="sharded" if "RANK" in more else "copied")
-        data = recipe.data.model_copy(update={"on_policy": None})
-        own = {"parallel": held, "loss": Loss(), "data": data, "teacher": recipe.teacher.by_itself}
         student = recipe.student.model_copy(update={"vocabulary": "keep"})
-        file.write_text(dump(recipe.model_copy(update={**own, "student": student})))
+        file.write_text(dump(recipe.model_copy(update={"parallel": held, "loss": Loss(), "student": student})))
     kept = {
         name: value
         for name, value in os.environ.items()
