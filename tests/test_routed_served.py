@@ -78,8 +78,8 @@ def recipe_of(place, elsewhere, *overrides):
     )
 
 
-def trained(recipe, name):
-    result = run(recipe, name=name)
+def trained(recipe, name, **more):
+    result = run(recipe, name=name, **more)
     return load_file(result.folder / "student" / "model.safetensors"), result
 
 
@@ -215,6 +215,7 @@ def test_validate_looks_at_the_paths_of_every_route(place, tmp_path, name):
 
 
 def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, at_step):
+    """The run goes on with another server of that route's teacher."""
     source = source_of(recipe_of(place, urls))
     assert source.title().count("(served)") == 2 and not source.sections
     with contextlib.ExitStack() as server:
@@ -223,6 +224,11 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, at_step):
         with pytest.raises(RunError, match="no response within 1 s"):
             trained(recipe_of(place, {"talk": url}, "train.steps=40", "teachers.1.timeout=1"), "dies")
     assert list((place / "runs" / "dies").glob("checkpoint-*/manifest.json"))
+    recipe = recipe_of(place, {"talk": urls["talk"]}, "train.steps=40")
+    with pytest.raises(ValueError, match=r"--resume: teachers\.0\.weight differs .*expected 1\.0, got 2\.0"):
+        run(parse(dump(recipe), ["teachers.0.weight=2"]), name="dies", resume=True)
+    assert trained(recipe, "dies", resume=True)[1].steps == 40
+    assert f"# teachers.1.url: '{url}' up to step" in (place / "runs" / "dies" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ other values of these settings, and runs that differ in nothing else are runs of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from distill.recipe.schema import Recipe
@@ -33,6 +34,12 @@ FREE = (
     "data.on_policy.batch_size",
     "data.on_policy.store_every",
 )
+NUMBERED = r"^teachers\.\d+\."
+
+
+def is_free(name: str) -> bool:
+    """Return whether a setting, by its name with dots, is one of `FREE`, or that of one of several teachers."""
+    return f"{re.sub(NUMBERED, 'teacher.', name)}.".startswith(tuple(f"{free}." for free in FREE))
 
 
 def tokens_of_step(recipe: Recipe, processes: int) -> int:
@@ -66,8 +73,7 @@ def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, object]:
     settings["train.tokens_per_step"] = tokens_of_step(recipe, processes)
     if why_batch_size_stays(recipe) is None:
         del settings["train.batch_size"]
-    free = tuple(f"{name}." for name in FREE)
-    return {name: value for name, value in settings.items() if not f"{name}.".startswith(free)}
+    return {name: value for name, value in settings.items() if not is_free(name)}
 
 
 def _named(tree: object, name: str = "") -> Iterator[tuple[str, object]]:

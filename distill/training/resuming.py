@@ -25,7 +25,7 @@ from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.run_lock import RunLock
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
-from distill.recipe.resume_policy import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
+from distill.recipe.resume_policy import FREE, STEP, is_free, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
 from distill.training.checkpoint_validation import find_valid_checkpoint
 from distill.training.checkpoints import CHECKPOINT, checkpoints, unfinished_checkpoints
@@ -106,9 +106,9 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     path = folder / RECIPE_FILE
     old = load(path)
     was, now = parse_yaml(dump(old), str(path)), parse_yaml(dump(recipe), "recipe")
-    changed = tuple(differences(was, now))
+    changed = tuple(differences(_by_teacher(was), _by_teacher(now)))
     for setting, before, after in changed:
-        if setting not in STEP + FREE:
+        if setting not in STEP and not is_free(setting):
             name, one, other = next(differences(_numbered({setting: before}), _numbered({setting: after})))
             raise ValueError(
                 f"--resume: {name} differs from {path}: expected {quote(one)}, got {quote(other)}; a resumed run may "
@@ -131,15 +131,14 @@ def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
 
 def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Return the changeable settings that differ."""
-    values = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE if name != "output_dir"]
-    return tuple((name, was, value) for name, was, value in values if was != value)
+    found = differences(_by_teacher(began), _by_teacher(now))
+    return tuple(each for each in found if each[0] in STEP or (is_free(each[0]) and each[0] != "output_dir"))
 
 
-def _at(tree: Mapping[str, Any], name: str) -> Any:
-    value: Any = tree
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+def _by_teacher(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's tree with several teachers as a mapping from number, each of whose settings has a name."""
+    several = {"teachers": {str(n): each for n, each in enumerate(tree["teachers"])}} if "teachers" in tree else {}
+    return {**tree, **several}
 
 
 def _numbered(value: Any) -> Any:
