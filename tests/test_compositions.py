@@ -173,6 +173,23 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
 
 
+@pytest.mark.parametrize(
+    ("name", "stores"),
+    [("routed: filled with a context, served and filled", ("one", "two")), ("mixture: served, filled", ("kept",))],
+)
+def test_a_run_whose_stores_are_full_by_now_is_resumed(name, stores, place, addressed):
+    """Teachers that are no longer loaded are those that the run began with."""
+    with alone(place) as folder:
+        recipe = parse(addressed(COMPOSITIONS[name][1]), ["train.steps=24", "train.save_every=12"], name="golden")
+        expected = hash_of(run(recipe, name="golden").folder / "student")
+        own = folder / "runs" / "golden"
+        for each in (*own.glob("checkpoint-24"), own / "student"):
+            shutil.rmtree(each)
+        (own / "result.json").unlink()
+        assert all((folder / store / "manifest.json").exists() for store in stores), "not all is stored"
+        assert hash_of(run(recipe, name="golden", resume=True).folder / "student") == expected
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [OWN, TOLD], ids=["on-policy", "data"])
 def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place):

@@ -35,11 +35,13 @@ from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.capabilities import (
     Constructor,
     CopiesTruncated,
+    Flushes,
     Layer,
     Part,
     Prompt,
     Reconstructs,
     Responds,
+    layers_of,
     truncated_copy,
 )
 from distill.teachers.interface import AcceptedRows, Teacher
@@ -88,6 +90,11 @@ class MixtureFormat(FusedFormat):
         return sum((share * logits[:, :columns].softmax(-1) for share, logits in parts), each[0].new_zeros(()))
 
 
+def models_of(teacher: Teacher) -> Mapping[str, nn.Module]:
+    """Return the models that identify a teacher; none of one with a store, which needs none once that is full."""
+    return {} if any(isinstance(layer, Flushes) for layer in layers_of(teacher)) else teacher.models
+
+
 class SeveralTeachers(Teacher, Layer):
     """Common base of mixtures and of routed teachers.
 
@@ -128,8 +135,8 @@ class SeveralTeachers(Teacher, Layer):
                 yield number, member, own
 
     def elsewhere(self) -> dict[str, object]:
-        """Return the fingerprints of the members whose weights are not in this process."""
-        return {f"member {number}": m.fingerprint() for number, m in enumerate(self.members) if not m.models}
+        """Return the fingerprints of the members whose weights are not in this process, or need not be."""
+        return {f"member {number}": m.fingerprint() for number, m in enumerate(self.members) if not models_of(m)}
 
     def close(self) -> None:
         for member in self.members:
@@ -191,8 +198,8 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Reconstructs, Responds):
         return MixtureTeacher([truncated_copy(member, layers) for member in self.members], self.weights)
 
     def fingerprint(self) -> dict[str, object]:
-        here = model_identity(MixtureModel(list(self.models.values()), self.weights)) if self.models else {}
-        return here | self.elsewhere()
+        models = [model for member in self.members for model in models_of(member).values()]
+        return (model_identity(MixtureModel(models, self.weights)) if models else {}) | self.elsewhere()
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from distill.teachers.capabilities import (
 from distill.teachers.combination.mixture import (
     MixtureTeacher,
     SeveralTeachers,
+    models_of,
 )
 from distill.teachers.combination.route_data import POINTERS, RouteColumns
 from distill.teachers.interface import Teacher as AnyTeacher
@@ -260,11 +261,12 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         return RoutedTeacher([truncated_copy(member, layers) for member in self.members], self.routes)
 
     def fingerprint(self) -> dict[str, object]:
-        loaded: dict[str, object] = {name: model_identity(model) for name, model in self.models.items()}
+        models = [each for group in self.groups() for member in group for each in models_of(member).items()]
+        loaded: dict[str, object] = {name: model_identity(model) for name, model in models}
         for name, member in self._named():
             if isinstance(member, MixtureTeacher):
                 loaded |= {f"route {name} {which}": own for which, own in member.elsewhere().items()}
-            elif not member.models:
+            elif not models_of(member):
                 loaded[f"route {name}"] = member.fingerprint()
         return loaded
 
