@@ -205,9 +205,9 @@ def test_a_run_resumes_with_smaller_micro_batches(stopped, finished, capsys):
     assert resume(*told, "train.save_every=2", "data.workers=1") == 0
     out = capsys.readouterr().out
     assert (
-        "resumed with changed settings that keep the training steps the same: train.batch_size 1 (at the start 4); "
-        "train.gradient_checkpointing true (at the start false); train.save_every 2 (at the start 3); "
-        "teacher.offload 'cpu' (at the start null); data.workers 1 (at the start 0)\n" in out
+        "resumed with changed settings that keep the training steps the same: teacher.offload 'cpu' (at the start "
+        "null); data.workers 1 (at the start 0); train.batch_size 1 (at the start 4); train.gradient_checkpointing true "
+        "(at the start false); train.save_every 2 (at the start 3)\n" in out
     )
     assert losses(stopped) == pytest.approx(losses(finished), rel=1e-5)
     ours, theirs = (load_file(path / "runs/whole/student/model.safetensors") for path in (stopped, finished))

@@ -334,11 +334,15 @@ class Flushes(Protocol):
         ...
 
 
+def stores_of(teacher: Teacher) -> list[Flushes]:
+    """Return a teacher's stores."""
+    return [each for each in layers_of(teacher) if isinstance(each, Flushes)]
+
+
 def flush(teacher: Teacher) -> None:
     """Write pending outputs; called on all processes, at checkpoints and the ends of epochs and evaluations."""
-    for each in layers_of(teacher):
-        if isinstance(each, Flushes):
-            each.flush()
+    for each in stores_of(teacher):
+        each.flush()
 
 
 # ---------------------------------------------------------------- figures

@@ -35,13 +35,12 @@ from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.capabilities import (
     Constructor,
     CopiesTruncated,
-    Flushes,
     Layer,
     Part,
     Prompt,
     Reconstructs,
     Responds,
-    layers_of,
+    stores_of,
     truncated_copy,
 )
 from distill.teachers.interface import AcceptedRows, Teacher
@@ -92,7 +91,7 @@ class MixtureFormat(FusedFormat):
 
 def models_of(teacher: Teacher) -> Mapping[str, nn.Module]:
     """Return the models that identify a teacher; none of one with a store, which needs none once that is full."""
-    return {} if any(isinstance(layer, Flushes) for layer in layers_of(teacher)) else teacher.models
+    return {} if stores_of(teacher) else teacher.models
 
 
 class SeveralTeachers(Teacher, Layer):
