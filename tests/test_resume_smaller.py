@@ -206,8 +206,8 @@ def test_a_run_resumes_with_smaller_micro_batches(stopped, finished, capsys):
     out = capsys.readouterr().out
     assert (
         "resumed with changed settings that keep the training steps the same: teacher.offload 'cpu' (at the start "
-        "null); data.workers 1 (at the start 0); train.batch_size 1 (at the start 4); train.gradient_checkpointing true "
-        "(at the start false); train.save_every 2 (at the start 3)\n" in out
+        "null); data.workers 1 (at the start 0); train.batch_size 1 (at the start 4); train.gradient_checkpointing "
+        "true (at the start false); train.save_every 2 (at the start 3)\n" in out
     )
     assert losses(stopped) == pytest.approx(losses(finished), rel=1e-5)
     ours, theirs = (load_file(path / "runs/whole/student/model.safetensors") for path in (stopped, finished))
