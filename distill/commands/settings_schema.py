@@ -177,7 +177,8 @@ def _type(node: Node) -> str:
     if inner := node.get("anyOf") or node.get("oneOf"):
         return " | ".join(dict.fromkeys(_type(one) for one in inner))
     if "enum" in node or "const" in node:
-        return " | ".join(str(value) for value in node.get("enum", [node.get("const")]))
+        values = node.get("enum", [node.get("const")])
+        return " | ".join(value if isinstance(value, str) else json.dumps(value) for value in values)
     if node.get("type") == "array":
         return f"list of {_type(node['items'])}"
     if "type" not in node:

@@ -16,11 +16,11 @@ class Fields(Section):
     """Mapping of the data's columns; a field that is left out is read from the column of its own name.
 
     Attributes:
-        text: running text, all of it trained on.
-        prompt: the prompt, masked from the loss.
-        completion: the response to it, which is trained on.
-        messages: a chat, a list of messages with `role` and `content`.
-        teacher: the `route` of the teachers of the row.
+        text: column of plain text, all of which is trained on; null for `text`.
+        prompt: column of prompts, masked from the loss; null for `prompt`.
+        completion: column of the responses, which are trained on; null for `completion`.
+        messages: column of chats, lists of messages with `role` and `content`; null for `messages`.
+        teacher: column that names the `route` of each row's teachers (`teachers[].route`).
     """
 
     text: Text | None = None
@@ -38,9 +38,9 @@ class Validation(Section):
     """The held-out data.
 
     Attributes:
-        source: a separate data set; null to hold out a part of the training documents.
-        fraction: fraction of the documents that is held out where no source is given.
-        max_rows: maximum number of held-out rows (texts with all their pieces, chats, pairs).
+        source: separate data set, as in `data.source`; null to hold out a part of the training documents.
+        fraction: fraction of the training documents that is held out; not used with `source`.
+        max_rows: maximum number of held-out documents (texts, chats, or prompts with responses); null for no limit.
         seed: seed of the held-out selection and of random tokens; separate from `train.seed`, so that runs with
             different `train.seed` are evaluated on the same rows.
     """
@@ -57,9 +57,9 @@ class OnPolicy(Section):
     Attributes:
         fraction: fraction of the responses that is replaced, sampled anew at every step; 0 for none.
         turns: assistant turns of a chat that are generated. `last`: the last one of each example that `data.train_on`
-            makes. `all`: every one, each after the conversation as it is in the data up to there, tool results
-            included; the turns of a chat are kept in neighbouring rows, and the prefix that their prompts share is
-            computed once (engines `distill` and `vllm`).
+            makes. `all`: every one, each after the data's own conversation up to it, tool results included; the turns
+            of a chat are kept in neighbouring rows, and the shared prefix of their prompts is computed once (engines
+            `distill` and `vllm`).
         max_new_tokens: maximum length of a response in tokens; less where a prompt leaves less of `max_length`.
         temperature: sampling temperature; 0 for greedy decoding.
         top_k: sample from this many most probable tokens; 0 for all.
@@ -70,10 +70,10 @@ class OnPolicy(Section):
             `train.batch_size / samples` prompts.
         engine: generation engine: `distill` (the built-in decode loop), `transformers`, or `vllm` where that is
             installed.
-        batch_size: maximum number of a step's prompts that are generated at once.
-        max_staleness: asynchronous rollouts: number of further steps whose responses are generated together with those
-            of a step, by the same weights, which are up to this many optimizer steps old in training; 0 to generate by
-            the current weights in every step.
+        batch_size: maximum number of a step's responses that are generated at once.
+        max_staleness: asynchronous rollouts: maximum age in optimizer steps of the weights that generated a step's
+            responses. The responses of this many further steps are generated together with those of a step; 0
+            generates with the current weights in every step.
         environment: `FILE.py:function`, called as function(messages, tools, row) after each response of a chat; it
             returns the next message or messages, such as a tool's result, to which the student responds again, or None
             at the end. `max_new_tokens` then bounds all responses and replies of a rollout. The run needs
@@ -115,10 +115,10 @@ class MixedSource(Section):
         weight: mixing weight: the source's fraction of an epoch's rows, relative to the sum of all weights.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
-        format: format of the rows; `auto` detects it from the columns.
-        fields: mapping of the columns.
+        format: format of the rows, as `data.format`.
+        fields: mapping of the columns, as `data.fields`.
         train_on: assistant turns of a chat that are trained on, as `data.train_on`.
-        max_rows: maximum number of rows to read, the source's first ones.
+        max_rows: maximum number of rows to read from its start; null for `data.max_rows`.
         teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
     """
 
@@ -154,18 +154,18 @@ class Data(Section):
 
     Attributes:
         source: `python-stdlib` (source code of the installed Python's standard library), `synthetic` or
-            `synthetic:zipf` (random tokens), a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of
-            them.
+            `synthetic:zipf` (random tokens, uniform or Zipf-distributed), a hub id, or a local json, jsonl, parquet,
+            csv or txt file, or a folder of them. Required, unless `sources` is given.
         sources: several sources in place of `source`, each with its mixing weight.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
         format: format of the rows; `auto` detects it from the columns. `prompts`: rows without responses, for
             `on_policy` with `fraction: 1`: a column `prompt`, chats up to the last assistant turn, a text file with one
             prompt a line, or the folder of a run's stored rollouts.
-        fields: mapping of the columns.
-        chat_template: `tokenizer` for the tokenizer's own, `none`, or a .jinja file.
-        max_length: maximum length of a sequence in tokens.
-        packing: pack several documents into one sequence, without attention between them.
+        fields: names of the columns; one that is left out has the name of its field.
+        chat_template: path of a .jinja file; `tokenizer` for the tokenizer's own template, `none` for no template.
+        max_length: maximum length of a sequence in tokens. Plain text is split, and chats are truncated at it.
+        packing: pack several documents into one sequence, without attention between them; false pads one per sequence.
         train_on: assistant turns of a chat that are trained on. `all` of them in one example; `each` in an example of
             its own, after exactly the prompt that inference would have; `last` the last one alone. `all` becomes `each`
             where the chat template renders earlier turns otherwise than the last one (Qwen3, GLM-4.5, gpt-oss).
@@ -175,10 +175,11 @@ class Data(Section):
         empty_answers: `drop` rows with an empty assistant response, or `keep` them, so that the student is trained to
             end its turn at once.
         validation: held-out data.
-        on_policy: responses generated by the student during training; null for those of the data alone.
-        max_rows: maximum number of rows to read of the source, or of each, its first ones.
-        workers: number of processes that tokenise and load the data.
-        cache: keep the tokenised data for the next run.
+        on_policy: training on student-generated responses; null trains on those of the data alone.
+        max_rows: maximum number of rows to read from the start of each source; null for no limit.
+        workers: number of processes that tokenise and load the data; 0 uses the main process.
+        cache: store the tokenised data for later runs, in the folder of the environment variable DISTILL_CACHE
+            (`~/.cache/distill` by default).
     """
 
     source: Text

@@ -19,8 +19,9 @@ class Importance(Section):
     The rows are the first of the first epoch. Minitron (Muralidharan et al., 2024, arXiv 2407.14679) has the metrics.
 
     Attributes:
-        rows: number of training rows that the teacher reads for hidden channels, heads, MLP columns and experts.
-        layer_rows: number of these rows on which the loss without each layer is measured, again after each that goes.
+        rows: number of training rows that hidden channels, heads, MLP columns and experts are scored on.
+        layer_rows: number of these rows that layers are scored on: by the loss without each layer, measured again after
+            each removal.
         metric: aggregate of activations over tokens. `l2` is the root mean square, `mean` the mean magnitude, `mean_l2`
             the mean magnitude over a row's tokens and the root mean square over rows.
         experts: score of routed experts. `router_weight` is the mean over all tokens of the weight that the router
@@ -43,9 +44,9 @@ class FromTeacher(Section):
     and the last layers stay.
 
     Attributes:
-        layers: number of the teacher's layers to keep.
+        layers: number of the teacher's layers to keep; null for all, or those of `keep`.
         keep: indices of the layers to keep, counted from 0, ascending.
-        hidden: number of hidden channels (`hidden_size`) to keep.
+        hidden: number of hidden channels (`hidden_size`) to keep; null, here and for the other widths, keeps all.
         heads: number of attention heads to keep in each layer. Without `kv_heads` whole groups of heads that share a
             key and value head are kept.
         kv_heads: number of key and value heads to keep in each layer; each keeps `heads / kv_heads` of its heads,
@@ -58,7 +59,8 @@ class FromTeacher(Section):
             a width of their own.
         experts: number of routed experts to keep in each layer of a mixture of experts; shared experts and the number
             of experts per token stay.
-        importance: selection of the parts that stay.
+        importance: selection of the parts to keep by activations on training rows; null for the first and last layers,
+            or for the defaults where widths are reduced.
     """
 
     layers: Count | None = None

@@ -49,13 +49,15 @@ class HiddenStateTerm(LayerTerm):
     Attributes:
         type: `hidden_state`.
         weight: weight of this term in the sum.
-        layers: pairs `[student, teacher]` of layer numbers from 0. `auto` pairs every layer of the student: of one cut
-            from its teacher (`student.from_teacher`) with the layer it was, else layer i of n with layer
-            (i + 1) N // n - 1 of the teacher's N.
-        metric: `mse`, the squared distance divided by the width; `cosine`, 1 minus the cosine of their angle, which
-            does not depend on their lengths.
-        projection: `learned` multiplies the student's states by a matrix `[teacher's width, student's width]` that is
-            trained with the student, kept in checkpoints and left out of the saved student; `none` needs equal widths.
+        layers: with `hidden_state` and `attention_relation`, pairs `[student, teacher]` of layer numbers from 0. `auto`
+            pairs every layer of the student: of one cut from its teacher (`student.from_teacher`) with the layer it
+            was, else layer i of n with layer (i + 1) N // n - 1 of the teacher's N; `attention_relation` takes the last
+            of these pairs.
+        metric: with `hidden_state`, `mse`, the squared distance divided by the width; `cosine`, 1 minus the cosine of
+            their angle, which does not depend on their lengths.
+        projection: with `hidden_state`, `learned` multiplies the student's states by a matrix `[teacher's width,
+            student's width]` that is trained with the student, kept in checkpoints and left out of the saved student;
+            `none` needs equal widths.
     """
 
     type: Literal["hidden_state"]
@@ -74,9 +76,10 @@ class AttentionRelationTerm(LayerTerm):
         type: `attention_relation`.
         weight: weight of this term in the sum.
         layers: pairs `[student, teacher]` of layer numbers from 0; `auto` for the last pair of `hidden_state`'s.
-        relations: states that are compared, as attention gets them (queries and keys with their rotary embedding).
-        heads: number of relation heads, which divides the widths in both models; null for the greatest common divisor
-            of both models' numbers of key-value heads.
+        relations: with `attention_relation`, states that are compared, as inputs of attention (queries and keys after
+            rotary embedding).
+        heads: with `attention_relation`, number of relation heads, which divides the widths in both models; null for
+            the greatest common divisor of both models' numbers of key-value heads.
     """
 
     type: Literal["attention_relation"]

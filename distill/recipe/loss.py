@@ -46,7 +46,8 @@ class JSDTerm(Section):
     Attributes:
         type: divergence from the teacher, or cross-entropy with the labels.
         weight: weight of this term in the sum.
-        beta: weight of the teacher's distribution in the mixture m that both distributions are compared with.
+        beta: with `jsd`, weight of the teacher's distribution in the mixture that both are compared with; 0 is forward
+            KL, 1 reverse KL.
     """
 
     type: Literal[*with_parameter("beta")]  # type: ignore[valid-type]
@@ -60,7 +61,8 @@ class SkewTerm(Section):
     Attributes:
         type: divergence from the teacher, or cross-entropy with the labels.
         weight: weight of this term in the sum.
-        alpha: weight of the first argument in that mixture.
+        alpha: with the skewed KLs, weight of the first distribution in the mixture that replaces the second: of the
+            teacher's in `skew_forward_kl`, of the student's in `skew_reverse_kl`.
     """
 
     type: Literal[*with_parameter("alpha")]  # type: ignore[valid-type]
@@ -81,16 +83,16 @@ class PolicyGradientTerm(Section):
     Attributes:
         type: `policy_gradient`.
         weight: weight of this term in the sum.
-        importance: multiply a token's loss by the importance ratio r = p_s(y) / p(y), with p the student as it was when
-            it sampled y; without it r is 1.
-        clip: clipping range c of -min(r A, clip(r, 1 - c, 1 + c) A) (PPO); null for no clipping.
-        discount: discount factor of the teacher's advantage: each token's advantage also includes `discount` times that
-            of the next token of the response.
-        reward: `FILE.py:function`, called as function(prompt, answer, row) for each response; it returns a finite
-            number. The run needs `--plugin FILE.py`. null for the teacher's advantage alone.
+        importance: with `policy_gradient`, multiply a token's loss by the importance ratio r = p_s(y) / p(y), where p
+            is the student that sampled y; false sets r to 1.
+        clip: with `importance`, clipping range c of -min(r A, clip(r, 1 - c, 1 + c) A) (PPO); null for no clipping.
+        discount: with `policy_gradient`, discount factor of the teacher's advantage: each token's advantage also
+            includes `discount` times that of the next token of the response.
+        reward: with `policy_gradient`, `FILE.py:function`, called as function(prompt, answer, row) for each response;
+            it returns a finite number. The run needs `--plugin FILE.py`. null for the teacher's advantage alone.
         reward_scale: divisor of a reward's deviation from the group's mean: `group` for the group's standard deviation
             (of a sample, n - 1) plus 1e-4, `none` for 1.
-        reward_timeout: time limit of one call of the function, in seconds.
+        reward_timeout: time limit of one call of the reward function, in seconds.
         teacher_weight: factor of the teacher's advantage; 0, with a reward, for the reward alone.
     """
 
@@ -126,10 +128,11 @@ class TopKTerm(Section):
     Attributes:
         type: `top_k_reverse_kl`.
         weight: weight of this term in the sum.
-        k: number of the student's top tokens; with a smaller vocabulary all of it.
-        tail: `bucket` merges all other tokens into one outcome, so that the loss is at most `reverse_kl`; `renormalize`
-            restricts both distributions to the K tokens; `sampled` estimates the contribution of the others from the
-            token sampled from the student, so that the loss is `reverse_kl` in expectation (`data.on_policy`).
+        k: with `top_k_reverse_kl`, number of the student's top tokens, at most the vocabulary.
+        tail: with `top_k_reverse_kl`, treatment of the other tokens: `bucket` merges them into one outcome, so that the
+            loss is at most `reverse_kl`; `renormalize` restricts both distributions to the K tokens; `sampled`
+            estimates the contribution of the others from the token sampled from the student, so that the loss is
+            `reverse_kl` in expectation (`data.on_policy`).
     """
 
     type: Literal["top_k_reverse_kl"]
@@ -150,7 +153,7 @@ class PluginTerm(Section):
     Attributes:
         type: divergence from the teacher, or cross-entropy with the labels.
         weight: weight of this term in the sum.
-        function: name of the function in the plugin's TERMS.
+        function: with `plugin`, name of the function in the file's TERMS; written as the term's `type` in recipes.
     """
 
     type: Literal["plugin"]
@@ -177,7 +180,7 @@ class Schedule(Section):
         setting: the scheduled setting: `terms.0.weight` (another index for another term; or its `beta`, `alpha`), or
             `temperature`.
         steps: optimizer steps of the points, ascending; 0 is the run's first.
-        values: values at the points; constant before the first point and after the last.
+        values: values at the points, interpolated linearly; constant before the first point and after the last.
     """
 
     setting: Text
@@ -231,7 +234,7 @@ class Loss(Section):
         z_loss: weight of the z-loss, the squared log-partition function, which is added to the cross-entropy term.
         terms: divergences and cross-entropy with their weights.
         schedule: settings that vary from step to step; `terms` records a scheduled weight at its maximum.
-        plugin: Python file that defines terms of other types, set by `--plugin`; without that option none of its code
+        plugin: Python file that defines further types of terms, set by `--plugin`; without that option none of its code
             runs.
     """
 

@@ -39,9 +39,10 @@ class ModelSection(Section):
             all linear layers except the head in fp8; the change of the teacher's outputs is measured and printed.
             `int8` is for teachers on a GPU where bitsandbytes is installed: the same layers in LLM.int8() (Dettmers et
             al., 2022). With `auto`, a teacher whose checkpoint is quantised keeps that quantisation.
-        revision: branch, tag or commit of a hub model.
+        revision: branch, tag or commit of a hub model; null for the hub's default branch.
         trust_remote_code: run the Python code that comes with a hub model.
-        attention: `auto`, or the name of a transformers attention implementation.
+        attention: name of a transformers attention implementation, such as `sdpa`; `auto` uses the built-in attention
+            kernel where it supports the model, and transformers' choice elsewhere.
     """
 
     model: Text | None = None
@@ -102,37 +103,39 @@ class Teacher(ModelSection):
         type: `model` loads a model; `cache` reads the outputs that `distill cache` stored, and `server` queries a
             remote teacher: neither of these loads a teacher. A model named together with a cache must be the one that
             the cache was made with; together with a server, the served one, from whose files a student may be cut.
-            `student` is the student's own checkpoint, frozen, whose only advantage over the student is its `context`.
-        context: privileged context, which the student's prompts do not have.
+            `student` is the student's own checkpoint, frozen or averaged (`ema`), with a `context` that the student
+            lacks; `plugin` is a `backend` that an installed package registers.
+        context: privileged context, which the student's prompts do not have; null for the student's prompts.
         ema: with `type: student`, make the teacher an exponential moving average of the student: after each step its
-            weights are `ema` times themselves plus (1 - `ema`) times the student's.
+            weights are `ema` times themselves plus (1 - `ema`) times the student's. null keeps it frozen.
         backend: with `type: plugin`, name under which an installed package registers a backend of its own (entry points
             of the group `distill.backends`); `model` names its tokenizer and configuration.
-        path: folder of the cache.
-        url: URL of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
+        path: folder of the cache that `distill cache` wrote; required with `type: cache`.
+        url: URL of one or several servers of the same teacher, such as `http://127.0.0.1:8765`; required with
+            `type: server`.
         protocol: `distill` for `distill serve`; `vllm` for the completions API of a vLLM server: `top_k` tokens, or
-            hidden states through a `folder`.
-        folder: folder that a vLLM server's ExampleHiddenStatesConnector writes to, by its path on this machine; files
+            hidden states through `folder`.
+        folder: path on this machine of the folder that a vLLM server's ExampleHiddenStatesConnector writes to; files
             are deleted once they are read.
         top_k: number of tokens of each distribution that the student is trained on; null for the whole distribution. A
             server sends that many (in place of hidden states, from which logits are computed locally), and
             `online_cache_format: top_k` stores them (64 if none is given).
-        prefetch: micro-batches to request ahead of the one being trained on, at least as many as an optimizer step has.
-        transfer_dtype: format of hidden states on the wire: `auto` in their own dtype; `fp8` in half the bytes, at a
-            cost in accuracy that is printed.
-        deterministic: compute each micro-batch in a forward pass of its own, so that its bits do not depend on other
-            requests.
-        timeout: seconds without a response after which the run writes a checkpoint and ends.
-        token_file: file with the bearer token; by default the token is in the environment variable DISTILL_SERVE_TOKEN.
+        prefetch: number of micro-batches requested from a server ahead of time; at least those of one optimizer step
+            are, whatever the value.
+        transfer_dtype: format in which a server sends hidden states: `auto` in their own dtype; `fp8` in half the bytes
+            of bfloat16 (the error is measured and printed).
+        deterministic: have the server compute each micro-batch in a forward pass of its own, so that outputs are
+            bit-identical whatever else it serves; false lets it batch requests.
+        timeout: seconds without a response from any server after which the run writes a checkpoint and ends.
+        token_file: file with the server's bearer token; null reads the environment variable DISTILL_SERVE_TOKEN.
         fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers counted from 0, whole (`29`) or a part by
             the name of its module (`29.mlp`). `distill check --probe` shows which are worth it.
         adapter: a PEFT LoRA (hub id or folder) that is merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory and streams them to the GPU one after another in every
-            forward pass: for a teacher larger than the GPU, at the speed of the bus.
-        online_cache: folder for online caching: the teacher's outputs are stored there as they are first computed or
-            received from its server, and read from then on: in later epochs and evaluations, and by later runs with
-            other losses or students. A complete one is what `distill cache` writes, and the teacher's weights are no
-            longer loaded.
+            forward pass: for a teacher larger than the GPU's memory, limited by PCIe bandwidth. null keeps them there.
+        online_cache: folder for online caching: the teacher's outputs are stored there when they are first computed or
+            received from its server, and read in later epochs and evaluations, and by later runs with other losses or
+            students. Once it is complete, as one of `distill cache` is, the teacher's weights are no longer loaded.
         online_cache_format: what `online_cache` stores: `hidden` states, from which every loss is exact; `hidden_fp8`,
             half the bytes, with one scale per token (the error is measured and printed); or `top_k` tokens of each
             distribution. The `top_k` tokens of a server are stored as received.
@@ -310,7 +313,7 @@ class Lora(Section):
 
     Attributes:
         r: rank of the adapters.
-        alpha: the adapters' scale is alpha / r.
+        alpha: scaling numerator: the adapters' output is multiplied by `alpha / r`.
         dropout: dropout probability of the adapters' input in training.
         targets: module names, or `all-linear` (every linear layer except the head).
         head: adapt the language-model head as well.
@@ -332,8 +335,8 @@ class Student(ModelSection):
     `init: random` takes precedence over the other two, so that one override turns any recipe into a dry run.
 
     Attributes:
-        from_teacher: a copy of the teacher with fewer or narrower layers; with `model`, a copy of that one.
-        lora: train adapters instead of all weights.
+        from_teacher: prune the teacher, or `model` where it is given, to a student with fewer or narrower layers.
+        lora: train LoRA adapters; null trains all weights.
         vocabulary: `keep` leaves the vocabulary as it is; `extend` adds the tokens that only the teacher has; `cross`
             is for a student whose tokenizer is not the teacher's: both models are compared wherever their tokens end at
             the same byte.
@@ -341,7 +344,8 @@ class Student(ModelSection):
             and backward, on a GPU that supports it: weights keep their dtype, and evaluation and generation do not use
             fp8. The change of the loss and of the gradients is measured on one batch and printed. `auto` is
             `train.precision`.
-        quantise: train the very weights of a file in 4 or 8 bits.
+        quantise: quantisation-aware training: the weights that are trained are those of the exported file, in 4 to 8
+            bits; null for none.
     """
 
     from_teacher: FromTeacher | None = None

@@ -16,7 +16,7 @@ EIGHT_BIT_FORMATS = ("q8_0", "int8", "fp8")  # whose scales follow from the larg
 
 
 class Quantise(Section):
-    """Quantisation-aware training: the student trains with the weights of the file that it becomes.
+    """Quantisation-aware training: the student is trained with the quantised weights of the file it is exported to.
 
     The optimizer updates float32 weights; after each step they are rounded to the blocks of the format, and these
     values are what forward and backward passes use. Gradients pass through the rounding (straight-through estimator).
@@ -29,16 +29,16 @@ class Quantise(Section):
             compressed-tensors (`distill export --format compressed-tensors`), which vLLM reads.
         embeddings: format of the embedding, and of a head that shares its weights: a format or `keep`. `auto` is q8_0
             for the formats of GGUF (q6_k for q4_k and q6_k), and `keep` for the others.
-        head: format of a head with weights of its own, likewise.
-        modules: other formats of some linear layers, or `keep`: by decoder layer counted from 0 (`29`), by a part of
-            one (`29.mlp`), or by the last part of modules' names (`down_proj`).
-        scales: scales of the blocks in less than 8 bits: `learned` trains them with the weights (Esser et al., 2020);
-            `absmax` computes them from each block's largest weight, which is what a plain converter does.
-        start: weights in less than 8 bits at the start: `gptq` is error-compensated rounding on rows of the training
-            data (Frantar et al., 2022), which chooses scales of its own; `nearest` is each weight's nearest value.
-            `auto` is gptq with learned scales, and nearest with absmax. The metrics before training are those of this
-            start: what a post-training quantiser achieves.
-        calibration_tokens: number of tokens that `gptq` reads.
+        head: format of a head with weights of its own; `auto` as for `embeddings`.
+        modules: formats of single linear layers, or `keep` (not quantised): by decoder layer counted from 0 (`29`), by
+            a part of one (`29.mlp`), or by the last part of modules' names (`down_proj`).
+        scales: block scales of formats below 8 bits: `learned` trains them with the weights (Esser et al., 2020);
+            `absmax` computes them from each block's largest weight, as round-to-nearest converters do.
+        start: initial quantised weights of formats below 8 bits: `gptq` is error-compensated rounding on rows of the
+            training data (Frantar et al., 2022), which chooses its own scales; `nearest` rounds each weight to the
+            nearest value. `auto` is gptq with learned scales, and nearest with absmax. The metrics before training are
+            those of this post-training quantisation.
+        calibration_tokens: number of training tokens that `gptq` calibrates on.
     """
 
     format: WeightFormat

@@ -43,7 +43,7 @@ PROMPTS = (
 
 
 class Generate(Section):
-    """Samples generated at the end of a run by the teacher, the untrained student and the trained student, greedily.
+    """Samples of the teacher, the untrained student and the trained student, generated greedily.
 
     Attributes:
         prompts: prompts; an empty list for no samples.
@@ -61,16 +61,17 @@ class Recipe(Section):
         name: name of the run's folder; by default the recipe file's name.
         output_dir: folder of all runs; `~` and variables such as `$SCRATCH` are expanded on the machine of the run.
         teacher: the teacher model; with `teachers` the first of them, whose tokenizer tokenises the data.
-        teachers: several teachers over one vocabulary: the student is trained on the mixture of their probabilities.
+        teachers: several teachers over one vocabulary: a weighted mixture of their distributions, or per-domain
+            teachers (`route`).
         student: the student model, which is trained.
         data: training data and held-out data.
         loss: weighted sum of divergences and cross-entropy.
         train: length of the run, batch, optimizer, checkpoints.
         parallel: distribution of the models over several devices.
-        generate: samples generated at the end of a run.
-        export: file of the student that is written and measured at the end of a run; none without it.
-        stages: runs one after another, such as prune, train, quantise. Each has this recipe's settings but for those
-            that it names, and starts from the student of the stage before. The last one's folder is that of the run.
+        generate: samples of teacher and student, generated greedily before and after training.
+        export: GGUF file of the student, written and measured at the end of a run; null for none.
+        stages: consecutive runs, such as prune, train, quantise. Each overrides settings of this recipe, and starts
+            from the student of the previous stage. The folder of the last stage is that of the run.
     """
 
     name: Annotated[str, Field(pattern=NAME)]

@@ -15,20 +15,20 @@ Settings = Annotated[dict[str, object], Field(default_factory=dict)]
 
 
 class Stage(Section):
-    """One stage of a recipe: its settings, and what it sets otherwise.
+    """One stage of a recipe: overrides of the recipe's settings.
 
     The student of a later stage is that of the stage before, unless the stage names another `model`. With
     `from_teacher` it is cut from that student; the `from_teacher` of the recipe itself is for the first stage.
 
     Attributes:
         name: name of the stage, part of its folder's name.
-        teacher: settings of `teacher` that this stage sets otherwise.
-        student: settings of `student`.
-        data: settings of `data`.
-        loss: settings of `loss`.
-        train: settings of `train`.
-        parallel: settings of `parallel`.
-        generate: settings of `generate`.
+        teacher: overrides of the recipe's `teacher` in this stage.
+        student: overrides of `student`.
+        data: overrides of `data`.
+        loss: overrides of `loss`.
+        train: overrides of `train`.
+        parallel: overrides of `parallel`.
+        generate: overrides of `generate`.
     """
 
     name: Annotated[str, Field(pattern=ROUTE)] = "stage"
@@ -65,8 +65,8 @@ class Export(Section):
     q8_0 file.
 
     Attributes:
-        gguf: type of the GGUF file, as of `distill export --gguf`; that of `student.quantise` where there is one.
-        tokens: least number of held-out tokens that both files are measured on; 0 for no measurement.
+        gguf: type of the GGUF file, as in `distill export --gguf`; with `student.quantise` that of its format.
+        tokens: minimum number of held-out tokens that both files are measured on; 0 for no measurement.
     """
 
     gguf: Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_0", "q4_0", "q4_k_m"] = "q8_0"

@@ -58,35 +58,37 @@ class Train(Section):
     """Length, batch, optimizer, precision and logging of a run: exactly one of `steps` and `epochs`.
 
     Attributes:
-        steps: number of optimizer steps.
-        epochs: number of passes over the data.
+        steps: number of optimizer steps; exactly one of `steps` and `epochs` is given.
+        epochs: number of passes over the data, which may be a fraction.
         tokens_per_step: tokens of an optimizer step over all devices, padding and prompts included; null for one
             micro-batch per device, without gradient accumulation.
         batch_size: sequences per micro-batch and device.
         learning_rate: peak learning rate, reached after warm-up.
-        schedule: learning-rate schedule after warm-up.
+        schedule: learning-rate schedule after warm-up: `cosine` and `linear` decay to 0, `constant` does not decay,
+            `warmup_stable_decay` decays in the last fifth of the steps.
         warmup: length of the learning-rate warm-up: a number of steps W, or below 1 a fraction of all steps; the first
             step has 1/W of the peak.
         weight_decay: weight decay per step, decoupled from the gradient (AdamW) and multiplied by the learning rate.
-        max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
-        optimizer: `fused_adamw` (built in; on a CPU, torch's), or the name of a transformers optimizer.
+        max_grad_norm: maximum L2 norm of all gradients, which are clipped to it; 0 for no clipping.
+        optimizer: `fused_adamw` (built in; on a CPU, PyTorch's AdamW), or a name of transformers' `optim` argument.
         optimizer_states: dtype of fused_adamw's two moments; `auto` is the dtype of the weights.
         master_weights: keep a float32 master copy of bfloat16 weights (fused_adamw); without it, updates are rounded
             stochastically.
-        precision: compute dtype of the student; weights of another dtype are computed with through autocast.
+        precision: compute dtype; weights of another dtype run under autocast. `auto` is bfloat16 on GPUs with native
+            bfloat16, else float32.
         gradient_checkpointing: store fewer activations and recompute them in the backward pass.
         cuda_graph: replay both models' decoders as CUDA graphs, so that small models are not bound by the host; `auto`
             times a few steps of the run both ways and keeps the faster.
-        seed: seed of new adapters, data order and dropout; the random weights of `init: random` do not depend on it.
-        save_every: steps between checkpoints; null or 0 for the final model only.
+        seed: seed of new adapters, data order, dropout and sampling; the weights of `init: random` do not depend on it.
+        save_every: steps between checkpoints, of which the last two are kept; null or 0 for the final model only.
         eval_every: steps between held-out evaluations; null or 0 for evaluations before and after training only.
         log_every: steps between log lines.
-        on_divergence: action where the loss stays above 3 x its start + 1 nat, or perplexity at the vocabulary's size,
-            for 3 logged steps, in training or held out: `warn` and continue, or `stop` the run.
-        report_to: transformers integrations such as `wandb` or `tensorboard`.
+        on_divergence: `warn` or `stop` the run where, in 3 consecutive log entries or evaluations, the loss exceeds
+            3 times its first value + 1 nat, or the perplexity returns to that of uniform probabilities.
+        report_to: names of transformers' logging integrations, such as `wandb` or `tensorboard`.
         deterministic: make results bit-identical from run to run, at some cost in speed.
-        device: `auto` uses CUDA where it is available.
-        arguments: further fields of `transformers.TrainingArguments`.
+        device: device of the run; `auto` is CUDA where it is available, else the CPU.
+        arguments: further fields of `transformers.TrainingArguments`, such as `{adam_beta2: 0.95}`.
     """
 
     steps: Count | None = None
@@ -134,11 +136,11 @@ class Parallel(Section):
         strategy: distribution of the student: `ddp` replicates it on every device, `fsdp` shards it (FSDP2), `auto`
             replicates it where it fits.
         teacher: distribution of the teacher: `copied` replicates it on every device, `sharded` shards it (FSDP2,
-            gathered one layer at a time), `served` queries a teacher server that the launch starts on GPUs of its own,
-            while the others train, and `auto` replicates it where it fits next to the student, and serves it where the
-            estimate of `distill check` says that this is faster.
-        teacher_gpus: number of GPUs of this machine for the teacher server, its last ones (on a CPU, processes); the
-            others train.
+            gathered one layer at a time), `served` starts a teacher server on GPUs that do not train (`teacher_gpus`),
+            and `auto` replicates it where it fits next to the student, and serves it where the estimate of `distill
+            check` is faster.
+        teacher_gpus: number of GPUs (on a CPU, of processes) for the teacher server, the last ones of this machine; the
+            others train. Required with `teacher: served`.
         teacher_layout: distribution of the teacher over the server's GPUs: `copied`, one replica per GPU, or `sharded`;
             `auto` replicates it where it fits.
     """
