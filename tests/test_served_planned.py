@@ -104,11 +104,11 @@ def test_check_prints_the_memory_of_both_sides():
 @pytest.mark.parametrize(
     "parallel, told",
     [
-        ("{teacher: served}", "parallel: teacher_gpus is missing"),
+        ("{teacher: served}", "parallel.teacher_gpus is missing"),
         ("{teacher: copied, teacher_gpus: 1}", "teacher_gpus and teacher_layout belong to teacher: served"),
         ("{teacher_layout: sharded}", "teacher_gpus and teacher_layout belong to teacher: served"),
         ("{teacher: served, teacher_gpus: 0}", "parallel.teacher_gpus"),
-        ("{teacher: ranks}", "parallel: teacher_gpus is missing"),  # a former name of served
+        ("{teacher: ranks}", "parallel.teacher_gpus is missing"),  # a former name of served
     ],
 )
 def test_what_a_recipe_may_say(parallel, told):

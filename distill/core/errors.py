@@ -230,7 +230,9 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         hint = f"; {hint}" if hint.startswith("did") else ""
         return f"{head}expected one of {', '.join(options)}, got {quote(came)}{hint}"
     if kind == "value_error":
-        return f"{head}{context['error']}"
+        text = str(context["error"])
+        fields = {name for found in _sections_at(model, path) for name in found.model_fields}
+        return f"{where}.{text}" if where and re.split(r"\W", text)[0] in fields else head + text
     if kind in BOUNDS:
         limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
         return head + expected_got(f"a number {BOUNDS[kind]} {limit:g}", came)
@@ -272,12 +274,19 @@ def _sections(annotation: object) -> list[type[BaseModel]]:
     return [p for p in _annotation_parts(annotation) if isinstance(p, type) and issubclass(p, BaseModel)]
 
 
+def _sections_at(model: type[BaseModel], path: list[str]) -> list[type[BaseModel]]:
+    """Return the sections that the field at `path` holds; none where it is a plain value."""
+    sections = [model]
+    for name in (part for part in path if not part.isdigit()):
+        sections = [s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)]
+    return sections
+
+
 def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
     """Return the values that the field at `path` accepts."""
-    sections = [model]
-    for name in (part for part in path[:-1] if not part.isdigit()):
-        sections = [s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)]
-    fields = [section.model_fields[path[-1]] for section in sections if path[-1] in section.model_fields]
+    fields = [
+        found.model_fields[path[-1]] for found in _sections_at(model, path[:-1]) if path[-1] in found.model_fields
+    ]
     values = [value for field in fields for part in _annotation_parts(field.annotation) for value in get_args(part)]
     return [value if isinstance(value, str) else quote(value) for value in values]
 
