@@ -113,9 +113,9 @@ app = typer.Typer(
     distill eval quickstart                    held-out metrics with intervals
     distill compare quickstart quickstart-2    compare runs
     distill generate quickstart -p "Hello"     generate with the student
-    distill chat quickstart --with-teacher   chat with the student
+    distill chat quickstart                    chat with the student
     distill export quickstart -o student       export the student
-    distill quantise quickstart -o control     round it without training
+    distill quantise quickstart -o control     quantise it after training
     distill verify quickstart                  verify checksums of all files
     """,
 )
@@ -142,27 +142,34 @@ def run(
     overrides: Overrides = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Name of the run; else the recipe's name (or -2, -3, ...)."),
+        typer.Option(
+            "--name", metavar="NAME", help="Name of the run; default: the recipe's name, with -2, -3, ... if taken."
+        ),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of all runs; else the recipe's output_dir (runs).")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of all runs; default: the recipe's output_dir.")
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue from the last checkpoint of --name, else of the recipe's last run."),
+        typer.Option(
+            "--resume", help="Continue from the last checkpoint of --name; default: of the recipe's last run."
+        ),
     ] = False,
     resume_if_any: Annotated[
         bool, typer.Option("--resume-if-any", help="Resume the run of --name if it exists; else start it.")
     ] = False,
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Let --resume load a checkpoint without a manifest.json, unchecked.")
+        bool, typer.Option("--unverified", help="Let --resume load a checkpoint without checksums (manifest.json).")
     ] = False,
     lock: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Refuse to run if anything differs from this lock.yaml.")
     ] = None,
     plugin: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.py", help="Python file with TERMS of loss.terms, or a reward; its code is run."),
+        typer.Option(
+            metavar="FILE.py",
+            help="Python file with custom loss terms (TERMS), a reward or an environment; its code is run.",
+        ),
     ] = None,
 ) -> None:
     """Run a recipe: load teacher and student, train, evaluate, save the student.
@@ -249,7 +256,7 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
 def copy(
     name: Annotated[str, typer.Argument(help="Name of a shipped recipe.", autocompletion=complete_recipe)],
     destination: Annotated[
-        Path | None, typer.Argument(help="Target file or folder; else the working directory.")
+        Path | None, typer.Argument(help="Target file or folder; default: the working directory.")
     ] = None,
 ) -> None:
     """Copy a shipped recipe to edit it; overwrites nothing.

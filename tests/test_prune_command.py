@@ -119,7 +119,7 @@ def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watc
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--to", "1.5"], "--to: expected a share between 0 and 1 of the teacher, got 1.5"),
+        (["--to", "1.5"], "--to: expected a fraction of the teacher between 0 and 1, got 1.5"),
         (["--to", "0.01"], "--to: no shape of LlamaConfig costs about 0.01 of the whole"),
         (["teacher={type: cache, path: stored}"], "teacher: expected one model to prune; name it by teacher.model"),
     ],

@@ -25,22 +25,23 @@ def cache(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Tokens stored per distribution.")] = 64,
-    hidden: Annotated[bool, typer.Option("--hidden", help="Store the last hidden states instead.")] = False,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Store the last hidden states, not top K.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the cache; else the recipe's, or caches/<recipe>.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of the cache; default: teacher.path, or caches/<recipe>."),
     ] = None,
     tail: Annotated[
         str | None,
         typer.Option(
-            metavar="HOW", help="sampled (unbiased; forward KL only), bucket or renormalize; else chosen by the loss."
+            metavar="HOW", help="sampled (unbiased; forward KL only), bucket or renormalize; default: by the loss."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="float16 or float32; for --hidden bfloat16, float32 or fp8."),
+        typer.Option("--dtype", metavar="DTYPE", help="float16 or float32; with --hidden bfloat16, float32 or fp8."),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Rows per forward; else train.batch_size.")
+        int | None, typer.Option(metavar="N", min=1, help="Rows per forward pass; default: train.batch_size.")
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="Only measure the error of top K; writes nothing.")] = False,
     as_json: AsJson = False,
@@ -48,8 +49,8 @@ def cache(
     """Store the teacher's outputs over a recipe's data, to train without the teacher in memory.
 
     If killed, it continues from its last complete part. All visible GPUs are used; a teacher that does not fit on one
-    is sharded over them (parallel.teacher: sharded shards it in any case). A recipe then names the cache by its
-    folder; one with `teacher: {type: cache, path: ..., model: ...}` is cached and run unchanged:
+    is sharded over them (parallel.teacher: sharded shards it in any case). A run then reads the cache with
+    `teacher.type: cache`; a recipe with `teacher: {type: cache, path: ..., model: ...}` is cached and run unchanged:
 
     \b
     distill cache chat-8b-to-1b.yaml --report

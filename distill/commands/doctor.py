@@ -22,7 +22,7 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     small: Annotated[
-        bool | None, typer.Option("--small/--whole", help="Two layers of each model, or all; default by their size.")
+        bool | None, typer.Option("--small/--whole", help="Two layers of each model, or all; default: by size.")
     ] = None,
     machine: Annotated[
         bool, typer.Option("--machine", help="Test each kernel and measure this machine; attach it to bug reports.")

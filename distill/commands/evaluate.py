@@ -39,9 +39,9 @@ def evaluate(
     max_length: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Tokens per row of --data.", show_default="1024")
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows per forward.")] = 1,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows per forward pass.")] = 1,
     speculative: Annotated[
-        bool, typer.Option("--speculative", help="Also measure the student as the teacher's draft (16 responses).")
+        bool, typer.Option("--speculative", help="Also measure acceptance as the teacher's draft model (16 responses).")
     ] = False,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="Run tasks of lm-evaluation-harness instead (if installed).")
@@ -53,7 +53,7 @@ def evaluate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how close a student is to its teacher on held-out text, with 95 % intervals, and its calibration.
+    """Measure KL, agreement and calibration of a student against its teacher on held-out text, with 95 % intervals.
 
     Uses one GPU, or all visible ones where the run's recipe shards the teacher over them (parallel.teacher).
 
@@ -202,7 +202,7 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN...", help="Runs: folders or names under runs/.", autocompletion=complete_run),
     ],
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write their curves to this HTML page.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the runs' curves to this HTML page.")] = None,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Compare runs with different teachers or held-out rows, with a warning.")
     ] = False,

@@ -210,8 +210,8 @@ def inspect(
 ) -> None:
     """Show training rows: tokens that are trained on or masked, and where documents begin.
 
-    In a terminal trained tokens are green and masked ones dim; elsewhere masked text stands in «», and a token's value
-    of --shade after it in brackets, in nats.
+    In a terminal trained tokens are green and masked ones dim; elsewhere masked text is in «», and --shade's value
+    follows each token in brackets, in nats.
 
     \b
     distill inspect chat-8b-to-1b.yaml
@@ -247,10 +247,8 @@ def inspect(
         tokens_of(row, vocabulary.tokenizer, values[number] if values else None) for number, row in enumerate(chosen)
     ]
     if not as_json:
-        console.print_lines(f"{splits.report}\n")
+        console.print_lines(_data_lines(str(splits.report)) + "\n")
     _show(made, [f"row {number + 1}" for number in range(len(made))], {"report": splits.report.as_dict()}, as_json)
-    if not as_json:
-        console.print_lines("\n" + _data_lines(str(splits.report)))
 
 
 def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str], dict[str, object]]:

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 def prune(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    to: Annotated[float, typer.Option("--to", metavar="SHARE", help="Share of the teacher's cost to keep.")] = 0.5,
+    to: Annotated[
+        float, typer.Option("--to", metavar="FRACTION", help="Fraction of the teacher's cost to keep.")
+    ] = 0.5,
     latency: Annotated[
-        bool, typer.Option("--latency", help="Cost is the time of a forward on this machine, not the parameters.")
+        bool, typer.Option("--latency", help="Cost is the time of a forward pass on this machine, not parameters.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe with the best shape here.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the recipe with the best shape to this file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

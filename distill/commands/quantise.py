@@ -35,13 +35,13 @@ def quantise(
         int | None, typer.Option(metavar="N", min=2, help="Tokens per row of --data.", show_default="1024")
     ] = None,
     pack: Annotated[
-        bool, typer.Option("--pack", help="Also write the file: GGUF, or packed as compressed-tensors.")
+        bool, typer.Option("--pack", help="Also write the quantised file: GGUF or compressed-tensors.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Round a model's weights to a file's blocks without training: the control of student.quantise.
+    """Quantise a model's weights after training (PTQ), the baseline of student.quantise.
 
-    Writes a folder with the rounded weights in float32, which distill eval compares with the model.
+    Writes a folder with the dequantised weights in float32, which distill eval compares with the model.
 
     \b
     distill quantise support-bot -o control --pack           # GGUF, q4_0, by GPTQ

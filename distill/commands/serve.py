@@ -28,10 +28,10 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to bind; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8765,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the bearer token; else DISTILL_SERVE_TOKEN.")
+        Path | None, typer.Option(metavar="FILE", help="File with the bearer token; default: $DISTILL_SERVE_TOKEN.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum tokens of a request.")] = 65_536,
-    batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum tokens of a forward.")] = 16_384,
+    batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum tokens of a forward pass.")] = 16_384,
     queue_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum queued tokens.")] = 1 << 20,
     address_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the address to this file once the server is ready.")

@@ -21,7 +21,7 @@ from distill.recipe.unusual_values import unusual_settings
 def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and print it with every setting filled in; loads no model.
 
-    The exit code is 1, with a line for each, where files that it names do not exist.
+    If files that it names do not exist, prints one line for each instead; exit code 1.
 
     \b
     distill validate chat-8b-to-1b.yaml

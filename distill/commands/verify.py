@@ -122,7 +122,7 @@ def _figures(path: Path, *names: str) -> str:
     for name in names:
         if not all(value is None or isinstance(value, int | float) for value in found[name].values()):
             raise ValueError(f"{name} holds metrics that are not numbers")
-    return f"held-out metrics over {next(iter(found[names[0]].values())):,}"
+    return f"held-out metrics over {next(iter(found[names[0]].values())):,} tokens"
 
 
 def _rollouts(path: Path) -> str:

@@ -77,7 +77,7 @@ def parameters_share(config: PreTrainedConfig) -> Cost:
 def check_share(share: float) -> None:
     """Raise ValueError for a share of the cost that is not between 0 and 1."""
     if not 0 < share < 1:
-        raise ValueError(f"--to: expected a share between 0 and 1 of the teacher, got {share:g}")
+        raise ValueError(f"--to: expected a fraction of the teacher between 0 and 1, got {share:g}")
 
 
 def candidates(
@@ -117,7 +117,7 @@ def candidates(
             yield Candidate(name, cut, parameters_of_cut(config, cut), reached)
     if not seen:
         raise ValueError(
-            f"--to: no shape of {type(config).__name__} costs about {share:g} of the whole; expected a share that "
+            f"--to: no shape of {type(config).__name__} costs about {share:g} of the whole; expected a fraction that "
             f"cutting to {LEAST:g} of the layers or of the widths reaches"
         )
 
