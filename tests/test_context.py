@@ -87,7 +87,7 @@ def test_the_teacher_reads_more_and_answers_are_the_same(tmp_path, monkeypatch, 
                 "before": text.endswith(f"\n\n{question}"),
                 "after": text.startswith(f"{question}\n\n{hint}"),
             }[place]
-    assert "tokens more a document" in str(splits.report)
+    assert "tokens per document in the teacher's rows" in str(splits.report)
 
 
 def test_system_prompts_are_joined_and_documents_follow_each_other(tmp_path, monkeypatch):
@@ -346,7 +346,7 @@ def test_recipes_with_a_context():
 
 
 def test_running_text_has_no_answers(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"teacher\.context: needs prompts with answers"):
+    with pytest.raises(ValueError, match=r"teacher\.context: expected prompts with responses"):
         data_of(tmp_path, [{"text": "Some text."}] * 3, monkeypatch, "{template: Calm.}")
 
 

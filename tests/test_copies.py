@@ -59,4 +59,4 @@ def test_chats_that_continue_one_another_are_warned_of(tmp_path, caplog, train_o
     section = {"source": str(tmp_path / "log.jsonl"), "train_on": train_on, "max_length": 256, "cache": False}
     with caplog.at_level(logging.WARNING):
         load_data(Data.model_validate(section | {"validation": {"fraction": 0.1}}), tiny_tokenizer(), seed=0)
-    assert ("held-out documents are also trained on, token by token" in caplog.text) == copies
+    assert ("held-out documents also trained on, token by token" in caplog.text) == copies

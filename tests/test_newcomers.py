@@ -136,7 +136,7 @@ def test_too_few_data_are_reported_with_a_step_that_fits(folder, capsys):
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert notes[0] == (
         "note        a step of 65,536 tokens is more than all of the data (2,437); 2 optimizer steps are too few to "
-        "train on: train.tokens_per_step=256 (makes 20 steps), more train.epochs, or more data"
+        "train on: train.tokens_per_step=256 (makes 20 steps), increase train.epochs, or use more data"
     )
     assert notes[1].startswith("note        63 held-out tokens (under 2,000) are too few to measure")
     assert run_command(["check", "my.yaml", "train.tokens_per_step=256", "data.validation.fraction=0.9"]) == 0
@@ -317,12 +317,13 @@ def test_inspect_shows_what_check_shows_of_the_data_and_equal_rows_are_counted(f
     for command in (["check", "--gpu", "cpu"], ["inspect", "--rows", "1"]):
         assert run_command([command[0], "my.yaml", "data.source=rows.jsonl", *command[1:]]) == 0
         out = capsys.readouterr().out
-        shown.append(out[out.index("data        rows.jsonl") :].partition("\nplan")[0].strip().replace(" (cached)", ""))
+        data = out[out.index("data        rows.jsonl") :].partition("\nplan")[0].partition("\n\n===")[0]
+        shown.append(data.strip().replace(" (cached)", ""))
     assert shown[0] == shown[1] and "dropped 1: empty (row 25: column 'messages': no messages)" in shown[0]
     assert "copies of other rows: 5 of 25 (trained on again)" in shown[0]
     (folder / "same.jsonl").write_text((json.dumps(rows[0]) + "\n") * 40)
     assert run_command(["check", "my.yaml", "--gpu", "cpu", "data.source=same.jsonl"]) == 0
-    equal = "copies of other rows: 39 of 40 (all are equal, so that what is held out is trained as well)"
+    equal = "copies of other rows: 39 of 40 (all are equal, so that held-out rows are trained on as well)"
     assert equal in capsys.readouterr().out
     assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
     assert "copies" not in capsys.readouterr().out

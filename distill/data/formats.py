@@ -190,7 +190,10 @@ def detect(
         if not (prompts := prompt_columns(columns, fields)):
             raise ValueError(f"data.fields: expected a column prompt, or a column messages; {there}")
         if "messages" in prompts and not has_template:
-            raise ValueError("data.chat_template: the prompts are chats and the tokenizer has no chat template")
+            raise ValueError(
+                "data.chat_template: expected a chat template for prompts that are chats, got none; give a .jinja "
+                "file, or the tokenizer of an instruct model"
+            )
         return Format("prompts", prompts | system_column(columns, has_template), pairs_as_chat=has_template)
     kind, found = _shape(columns, mapped, format)
     if found is None:
@@ -203,8 +206,8 @@ def detect(
         raise ValueError(f"data.fields: expected {expected}; {there}; {_cure(columns, format, rows())}")
     if kind == "chat" and not has_template:
         raise ValueError(
-            "data.chat_template: the data are chats and the tokenizer has no chat template; "
-            "give a .jinja file, or the tokenizer of an instruct model"
+            "data.chat_template: expected a chat template for data that are chats, got none; give a .jinja file, or "
+            "the tokenizer of an instruct model"
         )
     if kind != "text":
         found = found | system_column(columns, has_template)

@@ -169,13 +169,13 @@ def load_rows(
         settings = ("-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
         parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
     if twice:
-        logger.warning("%d documents of the training data are also held out, so they are not trained on", twice)
+        logger.warning("%s of the training data held out by another source: not trained on", plural(twice, "document"))
     held_out = held_out if own else held_out[:1]
     key = cache_key("copies", keys, [section.model_dump() for section in sections])
     if copies := count_copies(trained, held_out, key, cache=data.cache):
         logger.warning(
-            "%s of %s are also trained on, token by token, as a document or its beginning, so that held-out metrics "
-            "are too good; remove the copies, or set data.validation.source",
+            "%s of %s also trained on, token by token, as a document or its beginning, which inflates held-out "
+            "metrics; remove the copies, or set data.validation.source",
             f"{copies:,}",
             plural(sum(len(chosen) for _, chosen in held_out), "held-out document"),
         )

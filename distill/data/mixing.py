@@ -39,7 +39,7 @@ def epoch_mix(sizes: Sequence[int], shares: Sequence[float]) -> Mix:
         if count == 0:
             raise ValueError(
                 f"data.sources.{number}.weight: expected at least one of an epoch's {sum(sizes):,} rows, got a "
-                f"fraction of {shares[number]:.2g}"
+                f"fraction of {shares[number]:.2g}; raise it, or remove the source"
             )
     return Mix(tuple(sizes), tuple(counts.tolist()))
 

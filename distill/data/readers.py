@@ -206,7 +206,7 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
         if text[at] == ",":
             at += 1
             if next_character() == "]":
-                raise ValueError(f"is not valid JSON: expected an item after the comma behind item {count}")
+                raise ValueError(f"is not valid JSON: expected an item after the comma after item {count}")
     rest = text[at + 1 :]
     while rest or (rest := file.read(CHUNK)):
         if rest := rest[_SPACE.match(rest).end() :]:  # type: ignore[union-attr]

@@ -118,7 +118,7 @@ class DataReport(RowCounts):
         if self.copies:
             used = self.rows_read - sum(self.dropped.values())
             same = (
-                "all are equal, so that what is held out is trained as well"
+                "all are equal, so that held-out rows are trained on as well"
                 if self.copies + 1 == used
                 else "trained on again"
             )

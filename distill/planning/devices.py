@@ -39,7 +39,7 @@ class Device(NamedTuple):
     def path(self) -> str:
         """Return a description of the kernels used on it; empty where its family is unknown."""
         if not self.cuda:
-            return "PyTorch computes: the kernels' references, on a CPU"
+            return "PyTorch reference implementations, on a CPU"
         return "" if self.family is None else path_of(self.family)
 
 

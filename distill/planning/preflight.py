@@ -273,7 +273,7 @@ def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]
         lora = _with(recipe, "student", lora=Lora(), dtype="bfloat16" if device.cuda else recipe.student.dtype)
         changes.append(("student.lora.r=16 student.dtype=bfloat16", lora))
         if precision.student == torch.float32 and device.cuda:
-            how = "rounded at random" if train.optimizer == FUSED else "small updates round to zero"
+            how = "stochastic rounding" if train.optimizer == FUSED else "small updates round to zero"
             offer("student", f" (weights without float32 copies: {how})", dtype="bfloat16")
     if plan.world > 1 and recipe.parallel.strategy != "fsdp":
         offer("parallel", strategy="fsdp")

@@ -93,13 +93,13 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
         then = total_steps(train, recipe.data, data.rows, fewer, world)
         cures.append(f"train.tokens_per_step={fewer * micro} (makes {plural(then, 'step')})")
     if steps < MIN_STEPS:
-        cures.append("more train.epochs" if train.epochs else "more train.steps")
+        cures.append("increase train.epochs" if train.epochs else "increase train.steps")
     if faults:
-        notes.append(f"{'; '.join(faults)}: {', '.join(cures)}, or more data")
+        notes.append(f"{'; '.join(faults)}: {', '.join(cures)}, or use more data")
     if data.validation_tokens < MIN_HELD_OUT_TOKENS:
         notes.append(
             f"{plural(data.validation_tokens, 'held-out token')} (under {MIN_HELD_OUT_TOKENS:,}) are too few "
-            "to measure by: a larger data.validation.fraction, a data.validation.source, or more data"
+            "for reliable metrics: increase data.validation.fraction, set data.validation.source, or use more data"
         )
     return notes
 

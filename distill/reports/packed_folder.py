@@ -68,7 +68,7 @@ def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed
         raise RecipeError(
             [
                 f"--format: {layout} holds weights in {', '.join(own.formats)}, and this student's are in "
-                f"{came}; train it with student.quantise, or round it by distill quantise"
+                f"{came}; train it with student.quantise, or quantise it with distill quantise"
             ]
         )
     model = read_weights(AutoModelForCausalLM, folder, "--format", dtype=torch.float32).eval()

@@ -156,7 +156,10 @@ def base_of(folder: Path) -> dict[str, str | None]:
     values = read_json(folder / "adapter_config.json", "student")
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
-        raise ValueError(f"student: the adapter in {folder} names no base model (base_model_name_or_path)")
+        raise ValueError(
+            f"student: expected base_model_name_or_path, and a revision or null, in {folder / 'adapter_config.json'}; "
+            f"got {name!r} and {revision!r}"
+        )
     return {"model": name, "revision": revision}
 
 

@@ -155,7 +155,7 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
 
     def _bytes(count: int) -> bytes:
         if count > size - file.tell():
-            raise ValueError("it breaks off in its header")
+            raise ValueError("it ends within its header")
         return file.read(count)
 
     def text() -> str:
@@ -175,7 +175,7 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
         elif inner in _NUMBERS:
             width = struct.calcsize("<" + _NUMBERS[inner]) * count
             if width > size - file.tell():
-                raise ValueError("it breaks off in its header")
+                raise ValueError("it ends within its header")
             file.seek(width, 1)
         else:
             raise ValueError(f"it holds a list of the unknown type {inner}")

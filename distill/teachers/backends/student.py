@@ -87,7 +87,9 @@ class AverageSource(ModelSource):
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> AveragedTeacher:
         if context.placement.student_sharded:
-            raise ValueError(f"{self.field}.ema: a running average needs the student whole; set parallel.strategy: ddp")
+            raise ValueError(
+                f"{self.field}.ema: expected a replicated student, got a sharded one; set parallel.strategy: ddp"
+            )
         assert self.section.ema is not None
         tokenizer = vocabulary.teacher_tokenizer
         return AveragedTeacher(self.load(context), self.section.ema, field=self.field, tokenizer=tokenizer)

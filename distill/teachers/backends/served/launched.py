@@ -199,7 +199,7 @@ def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[st
     if gpus < here + count:
         raise ValueError(
             f"parallel.teacher_gpus: {count} for the teacher server and {here} for training are more than the {gpus} "
-            "GPUs of this machine; start fewer processes, or expect fewer for the teacher"
+            "GPUs of this machine; start fewer processes, or lower it"
         )
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(gpus)] if given is None else given.split(",")[:gpus]

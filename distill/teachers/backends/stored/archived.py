@@ -250,7 +250,7 @@ def section_to_load(recipe: Recipe) -> TeacherSection:
         return section
     if section.model is None and section.init != "random":
         raise ValueError(
-            f"teacher.model: expected the teacher to run over the data beside type: {section.type}, got none"
+            f"teacher.model: expected the model to compute outputs with (type: {section.type}), got none; set it"
         )
     return section.loaded()
 
@@ -269,6 +269,6 @@ def maker_section(recipe: Recipe) -> TeacherSection:
     named = {name: manifest["teacher"][name] for name in ("model", "revision", "adapter", "init", "config")}
     if section.model is not None:
         named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
-    log.info("the weights of %s are needed, which made the cache %s", named["model"] or named["config"], folder)
+    log.info("loading %s, the teacher of the cache %s, for its weights", named["model"] or named["config"], folder)
     rest = {name: getattr(section, name) for name in ("dtype", "attention", "trust_remote_code")}
     return TeacherSection(**named, **rest)

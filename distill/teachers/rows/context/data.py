@@ -60,7 +60,7 @@ class ContextEncoder(Encoder):
         """
         if self.format.kind in ("text", "prompts"):
             raise ValueError(
-                f"teacher.context: needs prompts with answers, and the data are {self.format}; give chats, or prompts "
+                f"teacher.context: expected prompts with responses, got {self.format} data; use chats, or prompts "
                 "with completions"
             )
         self.context = context
@@ -197,7 +197,7 @@ class ContextReport(DataReport):
 
     def __str__(self) -> str:
         more = (self.teacher_tokens - self.tokens) / max(self.documents, 1)
-        return f"{super().__str__()}\ncontext: the teacher reads {more:,.1f} tokens more a document than the student"
+        return f"{super().__str__()}\ncontext: {more:+,.1f} tokens per document in the teacher's rows"
 
 
 class ContextColumns(ReadingColumns):
