@@ -138,7 +138,7 @@ def test_too_few_data_are_reported_with_a_step_that_fits(folder, capsys):
         "note        a step of 65,536 tokens is more than all of the data (2,437); 2 optimizer steps are too few to "
         "train on: train.tokens_per_step=256 (makes 20 steps), increase train.epochs, or use more data"
     )
-    assert notes[1].startswith("note        63 held-out tokens (under 2,000) are too few to measure")
+    assert notes[1].startswith("note        63 held-out tokens (under 2,000) are too few for reliable metrics")
     assert run_command(["check", "my.yaml", "train.tokens_per_step=256", "data.validation.fraction=0.9"]) == 0
     out = capsys.readouterr().out
     assert "1 micro-batch per device" in out and "held-out tokens" not in out and "is more than all" not in out
@@ -297,6 +297,13 @@ def test_validate_names_files_that_are_not_here_and_those_almost_so(folder, caps
     assert "did you mean chats.jsonl?" in capsys.readouterr().err
     assert run_command(["check", "my.yaml", "data.source=chat.jsonl"]) == 1
     assert "did you mean chats.jsonl?" in capsys.readouterr().out
+
+
+def test_check_refuses_a_folder_without_a_model_although_a_config_is_named(folder, capsys):
+    (folder / "nothing").mkdir()
+    named = ["teacher.model=nothing", "teacher.config=llama-3.1-8b"]
+    assert run_command(["check", "my.yaml", "--gpu", "cpu", *named]) == 2
+    assert capsys.readouterr().err.startswith("distill: teacher.model: the folder nothing has no config.json")
 
 
 def test_validate_refuses_lora_targets_that_match_nothing_where_the_architecture_is_known(folder, capsys):

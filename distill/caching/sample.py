@@ -131,7 +131,8 @@ def sample(
     console.advance(done, total=len(usable.prompts))
     if done == len(usable.prompts):
         return result
-    model = _load(recipe, who, in_shards=processes > 1)
+    with console.spinner("loading"):
+        model = _load(recipe, who, in_shards=processes > 1)
     widest = max(len(prompt.ids) for prompt in usable.prompts)
     made_for = settings_for(
         model, tokenizer, template, settings.stop, vocab_size=len(tokenizer), max_length=min(longest, widest + most)

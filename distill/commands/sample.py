@@ -83,7 +83,7 @@ def sample(
     from distill.generation.sampling import Sampling
 
     first = ranks.is_main_process()
-    with console.spinner("answering prompts"):
+    with console.spinner("generating responses"):
         sampling = Sampling(temperature, top_k, top_p, min_p)
         settings = AnswerSettings(engine.value, batch_size, max_new_tokens, sampling, seed, tuple(stop or ()))
         result = run(resolved, prompts, out, who.value, settings)

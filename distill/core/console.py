@@ -82,9 +82,9 @@ class _Activity:
         self.done, self.logged, self.begun = 0, 0, time.monotonic()
 
     def advance(self, count: int, total: int | None) -> None:
-        """Count what is done; once all is, the next of several things is counted from 0."""
+        """Count what is done; once all is, the next of several things is counted from 0, with a total of its own."""
         if self.total and self.done >= self.total:
-            self.done = 0
+            self.done, self.total = 0, None
         self.done, self.total = self.done + count, total or self.total
         done = f"{self.done:,} of {self.total:,}" if self.total else f"{self.done:,}"
         self.bar.update(self.task, completed=self.done, total=self.total, count=done)

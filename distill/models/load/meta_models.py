@@ -84,7 +84,7 @@ def weights_problem(section: ModelSection, field: str) -> str | None:
     try:
         source = resolve_model_source(section.model, f"{field}.model")
     except ValueError:
-        if section.config is None:
+        if section.config is None or Path(section.model).expanduser().exists():
             raise
         return None  # a model that does not exist yet, such as another run's student, whose configuration is named
     if not source.local or source.gguf_file or quantisation_of(config := load_config(section, field)):
