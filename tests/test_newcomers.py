@@ -159,6 +159,9 @@ def test_a_config_that_another_model_left_behind_is_not_followed(folder, capsys,
     run_command(["check", "my.yaml", "--gpu", "cpu", *elsewhere])
     note = "teacher: some/where is not on this machine; sizes are those of teacher.config llama-3.1-8b"
     assert note in capsys.readouterr().out
+    (folder / "empty").mkdir()
+    assert run_command(["check", "my.yaml", "teacher.model=empty", *elsewhere[1:]]) == 2
+    assert "teacher.model: the folder empty has no config.json" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_lines_broken_between_words(monkeypatch, capsys):
@@ -297,13 +300,6 @@ def test_validate_names_files_that_are_not_here_and_those_almost_so(folder, caps
     assert "did you mean chats.jsonl?" in capsys.readouterr().err
     assert run_command(["check", "my.yaml", "data.source=chat.jsonl"]) == 1
     assert "did you mean chats.jsonl?" in capsys.readouterr().out
-
-
-def test_check_refuses_a_folder_without_a_model_although_a_config_is_named(folder, capsys):
-    (folder / "nothing").mkdir()
-    named = ["teacher.model=nothing", "teacher.config=llama-3.1-8b"]
-    assert run_command(["check", "my.yaml", "--gpu", "cpu", *named]) == 2
-    assert capsys.readouterr().err.startswith("distill: teacher.model: the folder nothing has no config.json")
 
 
 def test_validate_refuses_lora_targets_that_match_nothing_where_the_architecture_is_known(folder, capsys):

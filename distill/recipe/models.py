@@ -111,8 +111,7 @@ class Teacher(ModelSection):
         backend: with `type: plugin`, name under which an installed package registers a backend of its own (entry points
             of the group `distill.backends`); `model` names its tokenizer and configuration.
         path: folder of the cache that `distill cache` wrote; required with `type: cache`.
-        url: URL of one or several servers of the same teacher, such as `http://127.0.0.1:8765`; required with
-            `type: server`.
+        url: URL, or URLs of several servers of one teacher, such as `http://127.0.0.1:8765`; for `type: server`.
         protocol: `distill` for `distill serve`; `vllm` for the completions API of a vLLM server: `top_k` tokens, or
             hidden states through `folder`.
         folder: path on this machine of the folder that a vLLM server's ExampleHiddenStatesConnector writes to; files
@@ -120,8 +119,7 @@ class Teacher(ModelSection):
         top_k: number of tokens of each distribution that the student is trained on; null for the whole distribution. A
             server sends that many (in place of hidden states, from which logits are computed locally), and
             `online_cache_format: top_k` stores them (64 if none is given).
-        prefetch: number of micro-batches requested from a server ahead of time; at least those of one optimizer step
-            are, whatever the value.
+        prefetch: number of micro-batches requested ahead from a server; at least those of one optimizer step are.
         transfer_dtype: format in which a server sends hidden states: `auto` in their own dtype; `fp8` in half the bytes
             of bfloat16 (the error is measured and printed).
         deterministic: have the server compute each micro-batch in a forward pass of its own, so that outputs are
@@ -132,7 +130,7 @@ class Teacher(ModelSection):
             the name of its module (`29.mlp`). `distill check --probe` shows which are worth it.
         adapter: a PEFT LoRA (hub id or folder) that is merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory and streams them to the GPU one after another in every
-            forward pass: for a teacher larger than the GPU's memory, limited by PCIe bandwidth. null keeps them there.
+            forward pass: for a teacher larger than the GPU's memory, limited by PCIe bandwidth; null for none.
         online_cache: folder for online caching: the teacher's outputs are stored there when they are first computed or
             received from its server, and read in later epochs and evaluations, and by later runs with other losses or
             students. Once it is complete, as one of `distill cache` is, the teacher's weights are no longer loaded.
