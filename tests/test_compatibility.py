@@ -165,6 +165,12 @@ def test_k_tokens_are_for_one_kl_at_one_temperature(backend, combination, overri
     (fault,) = faults_of([*overrides_of(backend, "same", combination), *overrides])
     assert told in fault and "top_k" in fault
     mixed = ["loss.temperature=2", "loss.terms=[{type: reverse_kl, weight: 2}, {type: cross_entropy}]"]
+    if backend != "stored top k":  # which has no outputs for rollouts
+        tailed = ["data.on_policy={}", "loss.terms=[{type: top_k_reverse_kl, tail: sampled}]"]
+        given = overrides_of(backend, "same", combination)
+        assert not faults_of([*given, *tailed])
+        (fault,) = faults_of([*given, *tailed, "loss.temperature=2"])
+        assert "tail: sampled beside other terms or with loss.temperature other than 1" in fault
     assert not faults_of([*overrides_of(backend, "same", combination), *mixed])
 
 

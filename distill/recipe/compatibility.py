@@ -271,6 +271,14 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("hidden states",),
     ),
     Requirement(
+        "loss.terms: tail: sampled beside other terms or with loss.temperature other than 1",
+        lambda recipe: (
+            recipe.loss.tailed is not None
+            and (recipe.loss.temperature != 1 or sum(term.weight > 0 for term in recipe.loss.terms) > 1)
+        ),
+        ("hidden states",),
+    ),
+    Requirement(
         "loss.schedule of the temperature",
         lambda recipe: any(line.setting == "temperature" for line in recipe.loss.schedule),
         ("hidden states",),
