@@ -156,7 +156,7 @@ def test_a_refusal_names_what_is_required_what_is_given_and_what_gives_it():
     [
         (["loss.terms=[{type: jsd}]"], "loss.terms: divergences other than forward_kl alone or reverse_kl alone: req"),
         (["loss.terms=[{type: forward_kl}, {type: reverse_kl}]"], "loss.terms: divergences other than forward_kl al"),
-        (["loss.schedule=[{setting: temperature, steps: [0, 4], values: [1, 2]}]"], "loss.schedule of the temperature"),
+        (["loss.schedule=[{setting: temperature, steps: [0, 4], values: [1, 2]}]"], "loss.schedule: temperature"),
     ],
 )
 @pytest.mark.parametrize("backend", K_TOKENS)

@@ -272,17 +272,10 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         "loss.terms: tail: sampled beside other terms or with loss.temperature other than 1",
-        lambda recipe: (
-            recipe.loss.tailed is not None
-            and (recipe.loss.temperature != 1 or sum(term.weight > 0 for term in recipe.loss.terms) > 1)
-        ),
+        lambda recipe: recipe.loss.tails_beside_others,
         ("hidden states",),
     ),
-    Requirement(
-        "loss.schedule of the temperature",
-        lambda recipe: any(line.setting == "temperature" for line in recipe.loss.schedule),
-        ("hidden states",),
-    ),
+    Requirement("loss.schedule: temperature", lambda recipe: recipe.loss.schedules_temperature, ("hidden states",)),
     Requirement("loss.label_smoothing", lambda recipe: recipe.loss.label_smoothing > 0, ("student's tokens",)),
     Requirement("loss.z_loss", lambda recipe: recipe.loss.z_loss > 0, ("student's tokens",)),
     Requirement("loss.plugin", lambda recipe: recipe.loss.runs_terms, ("one teacher", "student's tokens")),

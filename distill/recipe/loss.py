@@ -345,6 +345,16 @@ class Loss(Section):
         return next((term for term in found if term.tail == "sampled"), None)
 
     @property
+    def tails_beside_others(self) -> bool:
+        """Return whether a sampled tail has other terms beside it, or a temperature other than 1."""
+        return self.tailed is not None and (self.temperature != 1 or sum(term.weight > 0 for term in self.terms) > 1)
+
+    @property
+    def schedules_temperature(self) -> bool:
+        """Return whether the temperature changes with the step."""
+        return any(line.setting == "temperature" for line in self.schedule)
+
+    @property
     def runs_terms(self) -> bool:
         """Return whether terms come from the plugin's file, rather than a reward or an environment alone."""
         return self.plugin is not None and self.has("plugin")
