@@ -203,7 +203,7 @@ def test_only_its_route_reads_the_context(place):
     recipe = recipe_of(place, informed_routes(place), "train.eval_every=2", "train.learning_rate=3e-3")
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
-    assert "the teacher reads" in str(splits.report)
+    assert "tokens per document in the teacher's rows" in str(splits.report)
     batch = Collator(0, columns=teacher.columns)([splits.train[n] for n in range(len(splits.train))])
     texts = {n: vocabulary.tokenizer.decode(batch[n].flatten().tolist()) for n in batch if n.endswith("input_ids")}
     counts = {name: text.count(HINT) for name, text in texts.items() if text.count(HINT)}

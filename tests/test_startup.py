@@ -45,7 +45,7 @@ def test_collection_is_paused_and_what_was_imported_is_left_out_of_later_ones(th
             import imported_once  # noqa: F401
         assert gc.isenabled()
         counts.append(gc.get_freeze_count() - before)
-    assert counts[0] > 0 and counts[1] == 0, "the second import is none"
+    assert counts[0] > 0 >= counts[1], "the second import is none"  # what was left out may have gone since
 
 
 def test_collection_goes_on_after_an_import_that_fails_and_stays_off_where_it_was_off(thawed):
