@@ -127,7 +127,7 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
 @pytest.mark.full
 def test_a_training_that_a_signal_ends_makes_no_row(tiny_study, tmp_path, at_step):
     at_step(0, lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit, match=r"stopped by SIGTERM at step 1: no row is made"):
+    with pytest.raises(SystemExit, match="143"):
         tiny_study("--objectives", "forward KL", "--no-rates", "--seeds", "1")
     assert not finished(tmp_path / "out")
 

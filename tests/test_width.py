@@ -36,7 +36,7 @@ COMMANDS = (
     ["compare", "one", "two", "--plot", "curves.html"],
     ["report", "one"],
     ["generate", "one", "-p", "What is 4?", "--with-teacher", "--max-new-tokens", "8"],
-    ["export", "one", "-o", "exported", "--gguf", "q8_0"],
+    ["export", "one", "-o", "exported"],
     ["verify", "one"],
 )
 
