@@ -134,10 +134,20 @@ def run(
             console.print_lines(f"{'stage':<12}{own}{', finished' * finished}")
         if not finished:
             _run_one(stage, own, process, resume, None, plugin)
-    result = _run_one(recipe, folder, process, resume, lock, plugin)
-    if recipe.export is not None and is_main_process():
-        resolve_name(EXPORT)(folder)
+    try:
+        result = _run_one(recipe, folder, process, resume, lock, plugin)
+    except SystemExit:  # of a run that was finished before, and may have been ended while it wrote its file
+        _export(recipe, folder)
+        raise
+    _export(recipe, folder)
     return result
+
+
+def _export(recipe: Recipe, folder: Path) -> None:
+    """Write the file of a finished run where the recipe has one, unless it is there already."""
+    finished, there = (folder / RESULT_FILE).is_file(), (folder / "export").is_dir()
+    if recipe.export is not None and finished and not there and is_main_process():
+        resolve_name(EXPORT)(folder)
 
 
 def _run_one(

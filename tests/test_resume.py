@@ -71,7 +71,7 @@ def test_a_finished_run_without_checkpoints_is_not_made_again(workplace, finishe
     with pytest.raises(SystemExit) as left:
         resume()
     assert left.value.code == 0
-    assert "runs/whole is finished and has no checkpoint: nothing to do" in capsys.readouterr().out
+    assert "runs/whole is finished and has no checkpoint: nothing to train" in capsys.readouterr().out
     for path in (path for path in run.rglob("*") if path.is_file() and path.name != ".lock"):
         there = finished / path.relative_to(workplace)
         assert path.read_bytes() == there.read_bytes() and path.stat().st_mtime == there.stat().st_mtime, path

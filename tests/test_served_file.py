@@ -1,6 +1,7 @@
 """The setting `export`: the file of a run's student, and its metrics in llama.cpp beside the teacher's."""
 
 import re
+import shutil
 
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -44,6 +45,13 @@ def test_a_run_writes_its_file_and_names_the_command_where_llama_cpp_is_missing(
     assert (place / "runs/tiny/export/export-q8_0.gguf").stat().st_size > 1000
     assert last.startswith("llama.cpp   not found") and last.endswith(llama_cpp.install_command())
     assert str(place / "none") in last
+    written = (place / "runs/tiny/export/export-q8_0.gguf").read_bytes()
+    shutil.rmtree(place / "runs/tiny/export")  # as if the run had been ended before its file was there
+    for writes in (True, False):  # the second time nothing is left to do
+        with pytest.raises(SystemExit, match="0"):
+            run_command(["run", "tiny.yaml", "--name", "tiny", "--resume"])
+        assert ("\nfile " in capsys.readouterr().out) == writes
+    assert (place / "runs/tiny/export/export-q8_0.gguf").read_bytes() == written
 
 
 @pytest.mark.engines

@@ -233,7 +233,7 @@ def print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) 
     for line in refused:
         console.print_lines(line)
     if is_finished(folder, last):
-        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to do; --name starts another run")
+        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to train; --name starts another run")
     else:
         console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
 
