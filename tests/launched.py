@@ -1,7 +1,5 @@
 """Stand-ins for what launch plans call."""
 
-from distill_kernels.launch_plans import PlannedFunction
-
 
 class Native:
     """Stands for the C function of Triton: `started` holds grid and arguments of each call."""
@@ -14,13 +12,3 @@ class Native:
         assert (stream, function, cooperative, dependent, metadata) == (7, 7, False, False, (4, 1, 0))
         assert nothing == [None] * 5
         self.started.append((grid, tuple(handed[-1])))
-
-
-class Planned:
-    """Calls a `PlannedFunction` as an op does."""
-
-    def __init__(self, function):
-        self.planned = PlannedFunction(function)
-
-    def __call__(self, *args):
-        return self.planned.run(*(self.planned.find(args) or self.planned.add(args)), args)

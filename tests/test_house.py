@@ -20,7 +20,7 @@ KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_VISITS, MOST_CLIMBS = 38, 8  # of the recipe, from `run` on
 MOST_BRANCHES = 6
 MOST_MEMBERS = {"Teacher": 8, "TeacherSource": 8, "TargetFormat": 5}
-MOST_LINES = {"distill": 57_107, "kernels": 20_306}
+MOST_LINES = {"distill": 57_106, "kernels": 20_305}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 689}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {

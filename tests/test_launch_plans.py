@@ -7,8 +7,8 @@ import torch
 from distill_kernels import launch_plans
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import HAS_TRITON, TensorDescriptor
-from distill_kernels.launch_plans import launch
-from launched import Native, Planned
+from distill_kernels.launch_plans import PlannedFunction, launch
+from launched import Native
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -165,7 +165,7 @@ def test_no_plan_is_made_of_one_address_given_twice(native):
         launch(kernel, (1,), x, other, y)
         return y
 
-    op = Planned(launcher)
+    op = PlannedFunction(launcher)
     x, other = torch.randn(8), torch.randn(8)
     for _ in range(4):
         op(x, x.detach())
@@ -213,11 +213,14 @@ def test_launches_that_a_plan_cannot_repeat_have_none(native, name):
 
     go.unseen = unseen
     x = torch.randn(4, 4)
-    refused, planned = Planned(lambda x: UNPLANNED[name](x, go)), Planned(lambda x: go(x, torch.empty_like(x)))
+    refused, planned = (
+        PlannedFunction(lambda x: UNPLANNED[name](x, go)),
+        PlannedFunction(lambda x: go(x, torch.empty_like(x))),
+    )
     for op in (refused, planned):
         op(x)
         op(x)
-    (plan,), (other,) = refused.planned.plans(), planned.planned.plans()
+    (plan,), (other,) = refused.plans(), planned.plans()
     assert plan.replay is None and not plan.recordable and other.replay is not None
 
 
@@ -229,10 +232,10 @@ def test_a_function_without_a_plan_is_not_recorded_again(native):
         launch(kernel, (1,), x, y)
         return y
 
-    op = Planned(launcher)
+    op = PlannedFunction(launcher)
     for _ in range(5):
         op(torch.randn(8))
-    (plan,) = op.planned.plans()
+    (plan,) = op.plans()
     assert kernel.looked_up == 5 and plan.replay is None and not plan.recordable
 
 
@@ -244,7 +247,7 @@ def test_outputs_without_elements_are_new_at_each_call(native):
         launch(kernel, (1,), x, y)
         return y, x.new_empty(0), x.new_empty(2, 0)
 
-    op, x = Planned(launcher), torch.randn(8)
+    op, x = PlannedFunction(launcher), torch.randn(8)
     held = [op(x) for _ in range(4)]
     assert kernel.looked_up == 2 and all(parts[1].shape == (0,) and parts[2].shape == (2, 0) for parts in held)
     assert len({id(part) for parts in held for part in parts}) == 12
@@ -260,7 +263,7 @@ def test_tensor_maps_are_made_once_an_address(native):
         launch(kernel, (1,), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 16]), y, 16)
         return y
 
-    op, (x, other) = Planned(launcher), torch.randn(2, 3, 16)
+    op, (x, other) = PlannedFunction(launcher), torch.randn(2, 3, 16)
     for tensor in (x, x, x, other, x, other):
         op(tensor)
     assert kernel.looked_up == 2
@@ -299,8 +302,8 @@ def test_a_launcher_of_another_form_is_named_once_and_never_planned(native, capl
 
     kernel.compile = compile
     for _ in range(2):
-        op = Planned(lambda x: launch(kernel, (1,), x, torch.empty_like(x)))
+        op = PlannedFunction(lambda x: launch(kernel, (1,), x, torch.empty_like(x)))
         for _ in range(4):
             op(torch.randn(8))
-        assert [plan.replay for plan in op.planned.plans()] == [None]
+        assert [plan.replay for plan in op.plans()] == [None]
     assert caplog.text.count("Triton's Launcher has a form unknown here") == 1 and kernel.looked_up == 8

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from distill.core.errors import Section, expected_got
 from distill.recipe.fields import Count
 
-COLUMNS = ("intermediate", "moe_intermediate", "shared_expert_intermediate")
-WIDTHS = ("hidden", "heads", "kv_heads", *COLUMNS, "experts")
+ColumnAxis = Literal["intermediate", "moe_intermediate", "shared_expert_intermediate"]
+COLUMN_AXES: tuple[ColumnAxis, ...] = get_args(ColumnAxis)
+WIDTHS = ("hidden", "heads", "kv_heads", *COLUMN_AXES, "experts")
 
 
 class Importance(Section):

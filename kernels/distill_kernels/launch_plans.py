@@ -163,6 +163,11 @@ class PlannedFunction:
         self._count += 1
         return plan, tensors
 
+    def __call__(self, *args: Any) -> Any:
+        """Return the function's outputs, by a plan where there can be one."""
+        found = self.find(args) or self.add(args)
+        return self.function(*args) if found is None else self.run(*found, args)
+
     def run(self, plan: LaunchPlan, tensors: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> Any:
         """Return the function's outputs for `args`, whose plan and tensors are given."""
         if plan.replay is not None:

@@ -28,8 +28,9 @@ from distill.models.load.meta_models import meta_student
 from distill.models.prune.importance import Row, positions_of
 from distill.models.prune.pruning import student_config
 from distill.models.prune.routing import routing_of
-from distill.models.prune.widths import COLUMN_AXES, GROUPED, ColumnAxis, Widths, widths_of
+from distill.models.prune.widths import GROUPED, Widths, widths_of
 from distill.recipe import FromTeacher, Importance, Student
+from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 
 STEPS, LEAST = 32, 0.25
 # what is cut in each proportion: the share of the way from 1 that each part goes

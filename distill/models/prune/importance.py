@@ -43,8 +43,9 @@ from distill.models.prune.routing import routing_of
 from distill.models.prune.scores import Score
 from distill.models.prune.width_layout import Layout
 from distill.models.prune.width_trial import axes_of, verified_layout
-from distill.models.prune.widths import COLUMN_AXES, Widths, target_widths, widths_of
+from distill.models.prune.widths import Widths, target_widths, widths_of
 from distill.recipe import FromTeacher, Importance
+from distill.recipe.from_teacher import COLUMN_AXES
 
 log = logging.getLogger(__name__)
 Row = Mapping[str, Sequence[int]]  # `input_ids`, `labels` and `position_ids`, of one length

@@ -31,7 +31,8 @@ from distill.models.layers import find_layers
 from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
 from distill.models.prune.pruning import cut_layers
 from distill.models.prune.width_layout import Axis, Layout, entries, mlp_of
-from distill.models.prune.widths import COLUMN_AXES, Widths
+from distill.models.prune.widths import Widths
+from distill.recipe.from_teacher import COLUMN_AXES
 
 
 class Selection(NamedTuple):

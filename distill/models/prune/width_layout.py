@@ -24,17 +24,12 @@ from distill.core.errors import first_line
 from distill.models.head import attention_sizes
 from distill.models.layers import find_layers
 from distill.models.patch.swaps import epsilon_of
-from distill.models.prune.widths import COLUMN_AXES, COLUMN_FIELDS, Widths, widths_of, with_widths, without_layers
+from distill.models.prune.widths import COLUMN_FIELDS, Widths, widths_of, with_widths, without_layers
+from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 
-Axis = Literal[
-    "hidden", "heads", "kv_heads", "intermediate", "moe_intermediate", "shared_expert_intermediate", "experts"
-]
+Axis = Literal["hidden", "heads", "kv_heads", ColumnAxis, "experts"]
 Order = Literal["blocks", "interleaved"]
-FIELDS: dict[Axis, str] = {
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "experts": "the number of experts",
-}
+FIELDS: dict[Axis, str] = {"hidden": "hidden_size", "heads": "num_attention_heads", "experts": "the number of experts"}
 FIELDS |= {axis: names[0] for axis, names in COLUMN_FIELDS.items()}
 
 

@@ -26,7 +26,8 @@ from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config
 from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Axis, Growth, Layout, Order
-from distill.models.prune.widths import COLUMN_AXES, Widths, widths_of, with_widths, without_layers
+from distill.models.prune.widths import Widths, widths_of, with_widths, without_layers
+from distill.recipe.from_teacher import COLUMN_AXES
 
 LAYERS = 4
 COLUMNS, KEPT = 48, 32  # of a small model, on each axis of columns

@@ -7,16 +7,15 @@ A head's width never changes: `head_dim` is written into the configuration where
 from __future__ import annotations
 
 import copy
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
 from distill.models.head import attention_sizes
 from distill.models.prune.routing import check_experts, experts_field, routing_of
 from distill.recipe import FromTeacher
+from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 
-ColumnAxis = Literal["intermediate", "moe_intermediate", "shared_expert_intermediate"]
-COLUMN_AXES: tuple[ColumnAxis, ...] = get_args(ColumnAxis)
 # fields of configurations, of which a family has at most one for each axis
 COLUMN_FIELDS: dict[ColumnAxis, tuple[str, ...]] = {
     "intermediate": ("intermediate_size", "n_inner"),

@@ -192,7 +192,7 @@ def fake_quantise_into(
         return
     if scales is None and not form.in_kernel:
         scales = form.snap(form.first(weight))
-    _run(_forward, weight.contiguous(), *_parts(scales), out, form)
+    _forward(weight.contiguous(), *_contiguous(scales), out, form)
 
 
 def _launch_forward(
@@ -201,8 +201,9 @@ def _launch_forward(
     grid, blocks, constants = _shape(weight, form)
     constants |= {"SIGNED": form.signed, "ROUNDS_BY_STORED": form.rounds_by_stored, "GIVEN": scale is not None}
     constants |= {"BFLOAT16": form.scale_dtype == torch.bfloat16}
+    tensors = weight, _given_or(scale, weight), _given_or(minimum, weight), out
     if blocks:
-        launch(_forward_kernel, grid, (weight, _or(scale, weight), _or(minimum, weight), out), blocks, **constants)
+        launch(_forward_kernel, grid, tensors, blocks, **constants)
 
 
 def _launch_backward(
@@ -217,29 +218,22 @@ def _launch_backward(
 ) -> None:
     """Launch the backward; None for `dw` takes the place of `upstream`."""
     grid, blocks, constants = _shape(weight, form)
-    outputs = (_or(dw, upstream), dscale, _or(dminimum, dscale))
+    read = weight, scale, _given_or(minimum, weight), upstream
+    written = _given_or(dw, upstream), dscale, _given_or(dminimum, dscale)
     if blocks:
-        launch(_backward_kernel, grid, (weight, scale, _or(minimum, weight), upstream, *outputs), blocks, **constants)
+        launch(_backward_kernel, grid, (*read, *written), blocks, **constants)
 
 
 # a step rounds hundreds of matrices of few shapes
 _forward, _backward = PlannedFunction(_launch_forward), PlannedFunction(_launch_backward)
 
 
-def _run(planned: PlannedFunction, *args: Any) -> None:
-    found = planned.find(args) or planned.add(args)
-    if found is None:
-        planned.function(*args)
-    else:
-        planned.run(*found, args)
-
-
-def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def _given_or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or another for a pointer that a kernel does not read."""
     return other if tensor is None else tensor
 
 
-def _parts(scales: Scales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _contiguous(scales: Scales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return contiguous scales and minima, None for those that there are not."""
     if scales is None:
         return None, None
@@ -277,11 +271,11 @@ def learned_gradients(
                 own.copy_(part)
         return found if out is None else out
     weight, upstream = weight.contiguous(), upstream.contiguous()
-    scale, minimum = _parts(scales)
+    scale, minimum = _contiguous(scales)
     assert scale is not None
     if out is None:
         more = torch.empty_like(scale) if form.has_minimum else None
         out = torch.empty_like(upstream), Scales(torch.empty_like(scale), more)
     dw, (dscale, dminimum) = out
-    _run(_backward, weight, scale, minimum, upstream, None if dw is upstream else dw, dscale, dminimum, form)
+    _backward(weight, scale, minimum, upstream, None if dw is upstream else dw, dscale, dminimum, form)
     return out
