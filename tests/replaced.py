@@ -1,7 +1,7 @@
 """Fixtures by which a test replaces what is ours: each is pytest's `monkeypatch` under the reason for it.
 
-`python -m scripts.house` counts what each of them replaces. What an argument, a recipe, a real file or a fake teacher
-can do is done by those. transformers is imported where it is used: tests choose Triton's interpreter before.
+What an argument, a recipe, a real file or a fake teacher can do is done by those. transformers is imported where it is
+used: tests choose Triton's interpreter before.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ class RaggedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in prompts [1, Hkv, N, D], and give what they attend to, [1, Hkv, K, D]; or newest tokens
-        [B, Hkv, 1, D], and give all."""
+        [B, Hkv, 1, D], and give all.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None

@@ -362,7 +362,8 @@ def _random_numbers_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_random_state_of_checkpoints(decoder: nn.Module) -> Iterator[None]:
     """Layers that are computed again ask for the generator's state, which a capture refuses; without dropout it is
-    not needed. With dropout the capture fails, and the decoder stays launched."""
+    not needed. With dropout the capture fails, and the decoder stays launched.
+    """
     changed = []
     if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in decoder.modules()):
         for module in decoder.modules():

@@ -111,7 +111,8 @@ class FusedFormat(TargetFormat, ComparesTokens):
 
     def scores(self, targets: Targets, rows: torch.Tensor) -> torch.Tensor:
         """Return for flat `rows` [n] a score of each token, fp32 [n, columns], ordered as the teacher's
-        probabilities are."""
+        probabilities are.
+        """
         raise NotImplementedError
 
     def likeliest(

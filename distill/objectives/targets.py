@@ -180,12 +180,14 @@ class ComparesTokens(Protocol):
         self, targets: Targets, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return at most the first `most` of each route's flat `rows`, and the teacher's top-1 token after each (-1 in
-        a tie), both int64; by route, "" where there are none."""
+        a tie), both int64; by route, "" where there are none.
+        """
         ...
 
     def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
-        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes."""
+        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes.
+        """
         ...
 
 

@@ -49,6 +49,7 @@ def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
 
 def join_models(pair: ModelPair) -> None:
     """Join weights of projections that read the same activations; called once a teacher's layers are in fp8, if they
-    are to be."""
+    are to be.
+    """
     for _, model in pair.models() if joins_on(next(pair.student.parameters()).device) else ():
         join_projections(model, trains=True)

@@ -115,7 +115,8 @@ class Vocabulary:
 
     def other_prompt(self) -> str:
         """Return where the student's own chat template renders a prompt differently from the data's; empty where it
-        does not. The student is trained, and generates, with the data's."""
+        does not. The student is trained, and generates, with the data's.
+        """
         if self.tokenizer is None or self.student_tokenizer is self.tokenizer:
             return ""
         templates = self.template, load_template("tokenizer", self.student_tokenizer)

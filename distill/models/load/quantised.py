@@ -149,7 +149,8 @@ def quantised_by(model: Any) -> str | None:
 
 def as_built(model: Any) -> Any:
     """`model`, or where it is quantised its architecture without memory, whose parameters count as they are: packed
-    ones hold several numbers in one, and some methods keep none at all."""
+    ones hold several numbers in one, and some methods keep none at all.
+    """
     if not quantised_by_transformers(model):
         return model
     with torch.device("meta"):

@@ -27,7 +27,8 @@ def down_of_gated(
     down: Any, gated: Callable[..., torch.Tensor], *parts: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`down(gated(*parts))`, the input of a LoRA layer made again in the backward in place of being kept; added to
-    `residual`, where there is one, which is overwritten where no gradient is asked for."""
+    `residual`, where there is one, which is overwritten where no gradient is asked for.
+    """
     if residual is not None and not torch.is_grad_enabled():
         return _add_product(down, gated(*parts), residual)
     if residual is not None:

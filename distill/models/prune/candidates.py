@@ -173,7 +173,8 @@ def _multiple(size: int, step: int, share: float) -> int:
 
 def _hidden(config: PreTrainedConfig, widths: Widths, share: float) -> int:
     """Return hidden channels within a share: a multiple of `_step`, and of the heads where the family's configuration
-    requires it."""
+    requires it.
+    """
     full, layers = widths.hidden, range(config.get_text_config().num_hidden_layers)
     if share >= 1 and full % widths.heads == 0:
         return full

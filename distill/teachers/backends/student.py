@@ -1,4 +1,4 @@
-"""The student's own checkpoint as a teacher: frozen, or as an exponential moving average (EMA) of the weights:
+"""The student's own checkpoint as a teacher: frozen, or as an exponential moving average (EMA) of the weights.
 
 w <- share w + (1 - share) w_student        added up in float32 or wider
 """

@@ -1,0 +1,1 @@
+"""Layers of a transformer: norms, gated MLPs, rotary embeddings, distances of layer states."""

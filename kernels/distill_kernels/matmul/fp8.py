@@ -181,7 +181,8 @@ def _check(x: torch.Tensor) -> None:
 
 class QuantizedActivations(torch.Tensor):
     """Activations [..., K] of which there is e4m3 [M, K] and fp32 scales [M, 1] alone. `Fp8Linear` takes them as they
-    are; any other operation is given their product, in the dtype that the activations would have."""
+    are; any other operation is given their product, in the dtype that the activations would have.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     quantized: tuple[torch.Tensor, torch.Tensor]

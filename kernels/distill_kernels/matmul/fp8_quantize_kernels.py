@@ -109,7 +109,8 @@ def _transpose_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """[M, N] to bytes [N, width], zeros beyond M: "copy" of bytes; of a "weight" by the scales `sw` of its rows; of
-    the "gradient", whose columns' scales are written by the first row of programs."""
+    the "gradient", whose columns' scales are written by the first row of programs.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]

@@ -48,7 +48,8 @@ def _power_of_two(largest: torch.Tensor) -> torch.Tensor:
 
 def reference_values(sources: Sequence[torch.Tensor], kind: Kind) -> torch.Tensor:
     """fp32 [M, columns] that are quantised: `sources` side by side; of gate and up silu(gate) * up; of gate, up and
-    the gradient of that those of gate and up, side by side."""
+    the gradient of that those of gate and up, side by side.
+    """
     if kind == "plain":
         return torch.cat([source.float() for source in sources], 1)
     gate, up, *upstream = (source.float() for source in sources)

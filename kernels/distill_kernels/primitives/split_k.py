@@ -69,7 +69,8 @@ def split_k_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """partials: fp32 [tiles, SPLITS, BLOCK_N, BLOCK_M]; counters: int32 [tiles], zero before and after; part: inner
-    length of a split, a multiple of BLOCK_K."""
+    length of a split, a multiple of BLOCK_K.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

@@ -28,7 +28,8 @@ DEPTH = 64
 
 class Tile(NamedTuple):
     """Rows and columns that a program makes at a time, how it is compiled, and how many blocks of rows make a group
-    that is walked through before the next; 0 for all of them."""
+    that is walked through before the next; 0 for all of them.
+    """
 
     rows: int
     columns: int
@@ -48,7 +49,8 @@ def steps_in_flight(tile: Tile, facts: DeviceFacts, stored: int) -> int:
 
 def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
     """The tile whose waves over the multiprocessors take least, at the rates that larger tiles reach (a quarter less
-    for each size below), of those that fit into shared memory with two steps in flight or more."""
+    for each size below), of those that fit into shared memory with two steps in flight or more.
+    """
 
     def steps(tile: Tile) -> int:
         return steps_in_flight(tile, facts, tile.columns)

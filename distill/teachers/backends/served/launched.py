@@ -323,7 +323,8 @@ class LaunchedSource(ModelSource):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the footprint on a training GPU: the head, the hidden states of a step's micro-batches and of the next
-        one's, and those of the current one scattered to their positions."""
+        one's, and those of the current one scattered to their positions.
+        """
         meta, train = self.meta(), self.recipe.train
         size, micro = context.precision.teacher.itemsize, train.batch_size * self.recipe.data.max_length * context.world
         ahead = 2 * max((train.tokens_per_step or micro) // micro, self.section.prefetch)

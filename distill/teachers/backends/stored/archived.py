@@ -106,7 +106,8 @@ class ArchivedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds)
 
     def fingerprint(self) -> dict[str, object]:
         """Return the hash of the manifest, which has teacher, documents, and size and checksums of every shard; where
-        the recipe names the teacher, that of the teacher, which is the same while the folder is filled."""
+        the recipe names the teacher, that of the teacher, which is the same while the folder is filled.
+        """
         if self.load is not None:
             return fingerprint_of(self.cache.manifest)
         return {"cache_sha256": hashlib.sha256((self.cache.path / MANIFEST).read_bytes()).hexdigest()}

@@ -61,7 +61,8 @@ class LogitHead(NamedTuple):
 
 def head_of(teacher: Teacher) -> LogitHead | None:
     """Return the head of a teacher that gives hidden states, whole beside the shards of a sharded one; None of one that
-    gives K tokens."""
+    gives K tokens.
+    """
     if not isinstance(teacher.format, HiddenFormat):
         return None
     with teacher.format.head.open() as weights:
@@ -113,7 +114,8 @@ def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, obje
 
 def hidden_content(settings: Settings, head: LogitHead, columns: int, temperature: float) -> dict[str, Any]:
     """Return what is stored of a teacher's hidden states; `columns` of the vocabulary are those that K tokens are taken
-    of."""
+    of.
+    """
     kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
     rows, width = head.weights.weight.shape
     return {
@@ -165,7 +167,8 @@ def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, to
 
 def write_companions(folder: Path, config: Any, tokenizer: Any, head: HeadWeights | None, cut: Any) -> None:
     """Write what goes with the shards: the model's configuration, the tokenizer, and where they are not there yet the
-    head (None where K tokens are stored) and the student that is cut from the teacher (None for any other)."""
+    head (None where K tokens are stored) and the student that is cut from the teacher (None for any other).
+    """
     config.save_pretrained(folder / TEACHER)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER)

@@ -179,7 +179,8 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
-        shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened."""
+        shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened.
+        """
         shape = shapes_of(self)[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)

@@ -47,7 +47,8 @@ class TwoPrompts(NamedTuple):
 
 class ContextEncoder(Encoder):
     """An encoder of both readings of a row, the student's and the teacher's. Arguments as of `Encoder`, and the
-    recipe's `teacher.context`, set by `after`."""
+    recipe's `teacher.context`, set by `after`.
+    """
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
     context: Context

@@ -87,7 +87,8 @@ def _decoders(tokenizer: Any) -> set[str]:
 
 def _byte_alphabet() -> dict[str, int]:
     """Return the letters that byte-level BPE writes bytes with (Radford et al., 2019): printable Latin-1 bytes are
-    themselves, the others are the letters from U+0100 on, in order."""
+    themselves, the others are the letters from U+0100 on, in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -238,7 +238,8 @@ class PairEncoder(RowEncoder):
 
     def _common(self, text: str) -> tuple[list[np.ndarray], np.ndarray, list[list[int]]]:
         """Return both readings of a text with the token that ends it, the tokens up to each common boundary, [k, 2],
-        and the tokens to put before each reading."""
+        and the tokens to put before each reading.
+        """
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         _, *cuts = common_boundaries(ends_s, ends_t)
         boundaries = np.stack(cuts, 1)
@@ -249,7 +250,8 @@ class PairEncoder(RowEncoder):
 
     def _around(self, *readings: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
         """Return the tokens that begin both readings, each unless the text has it itself (`<s>[INST] ... </s>`), and
-        those that end them, unless the text has one of them: then they could not be compared."""
+        those that end them, unless the text has one of them: then they could not be compared.
+        """
         both = list(zip(self.sides, readings, strict=True))
         before = [[] if ids[:1].tolist() == side.beginning else side.beginning for side, ids in both]
         ended = any(ids[-1:].tolist() == [side.end] for side, ids in both)
