@@ -101,6 +101,7 @@ def _forward_kernel(
     start, inside, outside, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
+    # a part of the keys: its maximum, sum and output are merged afterwards (merge_parts)
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
@@ -111,6 +112,8 @@ def _forward_kernel(
         if SPLIT:  # the sink is of one part
             total = tl.where(tl.program_id(2) == 0, total, 0.0)
         m_i, l_i = tl.zeros([BLOCK_M], tl.float32) + largest, l_i + total
+    # The online softmax: m_i is the running maximum to base 2, l_i the sum of exponentials relative to it, and both l_i
+    # and acc are rescaled by alpha whenever the maximum moves.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in tl.range(start, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
@@ -123,6 +126,7 @@ def _forward_kernel(
             column = n + tl.arange(0, BLOCK_N)
             keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
             s = tl.where(keep, s, float("-inf"))
+        # score_scale holds log2(e): the multiply-add of z * scale - m and one exp2 are all that an element costs
         m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
         p = tl.exp2(s * score_scale - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
@@ -135,6 +139,7 @@ def _forward_kernel(
     if SPLIT:
         store_part(out_ptr, lse_ptr, acc, m_i, l_i, row, queries, HEAD_DIM, BLOCK_D)
     else:
+        # A query that sees no key gives zeros and lse = -inf, not NaN: its l_i stayed 0 because m_i began finite.
         empty = l_i == 0
         acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
         lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
@@ -168,6 +173,7 @@ def forward_on_triton(
     if tile is None:
         tile = autotune_tiles("forward", q, k, masking, lambda tile: forward_on_triton(q, k, v, masking, tile))
     tma, tiles = uses_tma(facts, tile), cdiv(queries, tile.queries)
+    # Few queries and heads leave multiprocessors idle (decoding, one long sequence): keys are cut into parts then.
     seen = max_keys(tile.queries, keys, masking.causal, masking.window)
     parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), concurrent_programs(block_d, facts))
     out, lse = empty_positions_first(q), _new_lse(q)

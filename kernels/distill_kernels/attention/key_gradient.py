@@ -51,14 +51,20 @@ def _gather_queries(
     for m in tl.range(start, end, BLOCK_M):
         m = tl.multiple_of(m, BLOCK_M)
         row = m + tl.arange(0, BLOCK_M)
+        # lse and delta are stored with rows padded to whole tiles, so that these loads need no mask; a padded row has
+        # lse = +inf and contributes p = 0.
         terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
         q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         lse = tl.load(lse_ptr + terms_at)
+        # Scores transposed, keys by queries: dk and dv are then products from the left, P and dS never move.
         s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
         if SOFTCAP:
             s, tanh = softcapped(s, cap_rate, cap)
+        # lse is kept to base 2 with the scale folded in: P comes back exactly as the forward pass normalised it.
         p = tl.exp2(s * score_scale - lse[None, :])
         if MASKED:
+            # The interval is the query's, as in the forward pass; rows past the end repeat the last query and are
+            # already 0.
             low, high = dense_or_packed_interval(
                 tl.minimum(row, queries - 1),
                 batch,
@@ -75,12 +81,15 @@ def _gather_queries(
             column = n + tl.arange(0, BLOCK_N)
             p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
         dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
+        # P and dS are rounded to the operands' dtype for the tensor cores; sums stay in fp32.
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dp = tl.dot(v, dout.T, input_precision=PRECISION)
         delta = tl.load(delta_ptr + terms_at)
+        # dS = P * (dP - delta): delta is the row's sum of P * dP, computed once from dout and out.
         ds = p * (dp - delta[None, :])
         if SOFTCAP:
             ds = ds * (1 - tanh * tanh)
+        # the scale of the scores is applied once to the finished sum, at the store
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -133,6 +142,14 @@ def _key_gradient_kernel(
     kv_head = tl.program_id(1) % kv_heads
     last_column = tl.minimum(n + BLOCK_N, keys) - 1
     shift = queries - keys
+    # Which queries see a tile of keys? Key j is seen by the interval [low_j, high_j), and both ends grow with j. So the
+    # tile's first key gives where visits start and where full visibility may already end, its last key gives where full
+    # visibility starts and where visits end:
+    #
+    #               start           inside                  outside         end
+    #   queries       |--- masked ---|------- no mask --------|--- masked ---|
+    #               low of         low of                  high of        high of
+    #              first key      last key                first key      last key
     first_low, first_high = dense_or_packed_interval(
         n, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
     )
@@ -141,14 +158,17 @@ def _key_gradient_kernel(
     )
     # query tiles [start, inside) and [outside, end) cross an interval's end; a partial key tile is all masked
     end = tl.maximum(last_high, 0)
+    # rounded to query tiles: outwards where visits begin, and inwards where the comparison is left out
     start = tl.maximum(first_low, 0) // BLOCK_M * BLOCK_M
     inside = tl.where(n + BLOCK_N > keys, end, last_low)
     inside = tl.minimum((inside + BLOCK_M - 1) // BLOCK_M, tl.cdiv(end, BLOCK_M)) * BLOCK_M
     inside = tl.maximum(inside, start)
+    # Without a window on that side no query is too late for a key, and the second masked part does not exist.
     if RIGHT:
         outside = tl.maximum(inside, first_high // BLOCK_M * BLOCK_M)
     else:
         outside = tl.maximum(inside, end)
+    # a part takes whole query tiles of the range; the four bounds are cut to it
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_M)
         inside = tl.minimum(tl.maximum(inside, start), end)
@@ -158,6 +178,7 @@ def _key_gradient_kernel(
     v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # One program adds up all query heads that share this key head: no atomics, and always the same order.
     for member in range(group):
         head = kv_head * group + member
         dk, dv = _gather_queries(
@@ -266,6 +287,7 @@ def _key_gradient_kernel(
                 PRECISION,
                 TMA,
             )
+    # Parts store fp32 sums that another kernel adds in their order (split_kv.py); scale and dtype are applied there.
     row = n + tl.arange(0, BLOCK_N)
     if SPLIT:
         store_sums(dk_ptr, dk, row, keys, HEAD_DIM, BLOCK_D)

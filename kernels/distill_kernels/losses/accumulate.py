@@ -35,6 +35,7 @@ def _accumulate_kernel(
         m = t // columns * BLOCK_M
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
+            # A is G [rows, V] as the row kernel left it: tiles are loaded as stored and transposed in shared memory.
             a = a_desc.load([step * BLOCK_K, m])
             b = b_desc.load([step * BLOCK_K, n])
             total = tl.dot(a.T, b, total)
@@ -62,11 +63,14 @@ def _store_scaled(
     """Add what is kept of `x` [rows, HALF] from m and n on, and keep it in turn, or store the sum where LAST."""
     rows = m + tl.arange(0, x.shape[0])
     at = scale_ptr + rows.to(tl.int64) * scale_stride + n // x.shape[1]
+    # the kept sum is fp16 times one fp32 scale a row and half tile
     if not FIRST:
         x += sum_desc.load([m, n]).to(tl.float32) * tl.load(at, mask=rows < M, other=0.0)[:, None]
     if LAST:
         out_desc.store([m, n], x.to(out_desc.dtype))
     else:
+        # The maximum lands at 32768, half of fp16's range: adding the next group's rounding cannot overflow. 1e-30
+        # keeps a row of zeros from dividing by 0.
         scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 32768.0
         sum_desc.store([m, n], (x / scale[:, None]).to(sum_desc.dtype))
         tl.store(at, scale, mask=rows < M)

@@ -6,6 +6,16 @@ to 16 bits. While a group fills the buffer, the teacher's logits take rows that 
 chunks shrink towards its end. Before the first product `dW` does not exist, and the memory that it will take serves as
 `extra` rows for the teacher: the first group needs no small chunks.
 
+A later group of 4,096 rows in a buffer of 4,480, chunk by chunk (S: the student's logits, which become G; T: the
+teacher's logits of the same rows; G: gradients that wait for the group's product):
+
+    rows of the buffer   0                    2048                      4096  4480
+    chunk 1, 2048 rows   [S 2048 -> G        ][T 2048                  ][     ]
+    chunk 2, 1152 rows   [G                  ][S 1152 -> G ][T 1152   ][     ]
+    chunk 3,  640 rows   [G                                ][S 640][T 640    ]
+    chunk 4,  256 rows   [G                                       ][S][T]
+    then                 dW += G^T x  of 4,096 rows, and the buffer is free for the next group
+
 Where more than `MAX_16_BIT_GROUPS` groups would be needed, `dW` is summed in fp32 and each chunk is its own group.
 """
 

@@ -79,6 +79,8 @@ def _log_p_kernel(
     V, whole_vocab, tiles, H, R = sizes
     values_stride, parts_stride = strides
     scale, softcap, lora_scale = transform
+    # One program a row. Only the token's column of the head is read, H elements: the product is repeated in fp32
+    # because the stored logits are rounded relative to their tile (see the module's docstring).
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if rows_ptr is not None:
@@ -90,6 +92,7 @@ def _log_p_kernel(
     lse = tl.load(lse_ptr + here)
     label = to_int32(tl.load(labels_ptr + row), V)
     inside = (label >= 0) & (label < V)
+    # a label on another rank loads column 0 masked, and label_logprob then returns this rank's part, 0
     column = tl.where(inside, label, 0).to(tl.int64)
     z = _dot_rows(hidden_ptr, here, matrix_strides[0], weight_ptr, column, matrix_strides[1], H, inside, DEPTH)
     if low_ptr is not None:
@@ -100,10 +103,12 @@ def _log_p_kernel(
         z += tl.load(bias_ptr + column).to(tl.float32)
     if SCALED:
         z *= scale
+    # tanh as in the projection's epilogue: it saturates without overflow
     if CAPPED:
         z = softcap * (1.0 - 2.0 / (1.0 + tl.exp(z * (2.0 / softcap))))
     tl.store(parts_ptr + here, label_logprob(z * inverse_t, label, lse, V, whole_vocab))
     if ENTROPY:
+        # Lanes of eight columns each, summed once after the sweep.
         entropy = tl.zeros((BLOCK, TILE // 8), tl.float32)
         for block in range(tl.cdiv(tiles, BLOCK)):
             tile = block * BLOCK + tl.arange(0, BLOCK)
@@ -117,6 +122,7 @@ def _log_p_kernel(
 @triton.jit
 def _k3(difference):
     """Return `exp(d) - 1` and `exp(d) - 1 - d`, by their series where d is small and the differences would cancel."""
+    # At |d| < 0.1 the terms that are left out are below d^4 / 360 of k3, 3e-7; the plain differences cancel there.
     small = tl.abs(difference) < 0.1
     tail = 1.0 + difference / 3.0 * (1.0 + difference / 4.0 * (1.0 + difference / 5.0))
     growth = tl.exp(difference) - 1.0
@@ -138,11 +144,13 @@ def _policy_terms(
 ):
     """`policy_reference.reference_policy_terms` of one row."""
     clip_low, clip_high, kl_weight = settings
+    # d = log(p_ref / p): k1 goes into the reward, k2 and k3 are terms of their own (Schulman, 2020)
     difference = reference - log_p
     if KL_IN_REWARD:
         advantage += kl_weight * difference
     loss = -ratio * advantage
     slope = loss
+    # PPO's pessimistic minimum as a maximum of losses: where the clipped one is larger it is a constant, without slope.
     if CLIPPED:
         clipped = -tl.minimum(tl.maximum(ratio, 1.0 - clip_low), 1.0 + clip_high) * advantage
         slope = tl.where(clipped > loss, 0.0, slope)
@@ -213,6 +221,7 @@ def _policy_kernel(
     log_p = tl.load(parts_ptr + here)
     label = to_int32(tl.load(labels_ptr + row), V)
     advantage = 0.0
+    # Without old log-probabilities the ratio is 1 with the gradient of log p; NaN stays visible.
     ratio = tl.where(log_p == log_p, 1.0, log_p)  # NaN of a label that is no token
     reference = 0.0
     if advantages_ptr is not None:
@@ -227,6 +236,8 @@ def _policy_kernel(
         entropy = tl.load(parts_ptr + parts_stride + here)
         loss -= entropy_weight * entropy
     entropy_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
+    # One sweep, backwards: with an entropy bonus the first kernel read the row's end last, and L2 may hold it. Each
+    # element is stored by the thread that loaded it, so that no barrier is needed.
     if GRADIENT or (STATS and not ENTROPY):
         slope *= inverse_t
         for count in range(blocks):
@@ -238,8 +249,10 @@ def _policy_kernel(
             if STATS and not ENTROPY:
                 entropy_sum -= reduce_by_8(tl.where(p > 0.0, p * all_log_p, 0.0))
             if GRADIENT:
+                # d log p[label] / dz = 1[label] - p
                 g = tl.where(columns == label, slope, 0.0) - slope * p
                 if ENTROPY:
+                    # d(-H)/dz = p (log p + H)
                     g += (entropy_weight * inverse_t) * tl.where(p > 0.0, p * (all_log_p + entropy), 0.0)
                 g = raw_logit_gradient(g, z, scale, transform, SCALED, CAPPED)
                 tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)

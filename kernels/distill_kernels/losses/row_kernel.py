@@ -62,6 +62,8 @@ def _row_normalisers_kernel(
     student_shift, student_total, student_hard = student
     teacher_shift, teacher_total, teacher_hard = teacher
     student_max, lse_s = normaliser(student_shift + start, student_total + start, tiles, inverse_t, TILES)
+    # Without a temperature the sums at T and at 1 are one, and without a teacher its part repeats the student's: the
+    # row kernel reads six numbers a row whatever the objective.
     lse1_s = lse_s
     lse_t = lse_s
     lse1_t = lse_s
@@ -74,6 +76,7 @@ def _row_normalisers_kernel(
         if TEMPERED and STATS:
             _, lse1_t = normaliser(teacher_shift + start, teacher_hard + start, tiles, 1.0, TILES)
     norms = student_max, lse_s, lse1_s, teacher_max, lse_t, lse1_t
+    # Six planes of n, so that the ranks' parts are combined by elementwise operations.
     for i in tl.static_range(6):
         tl.store(norms_ptr + i * norms_stride + tl.program_id(0), norms[i])
 
@@ -95,6 +98,8 @@ def _gradient_sums(
     BLOCK: tl.constexpr,
 ):
     """Return a row's sum of g, and with STABLE_TOP those of g and p_s without a token of p_s > 1/2."""
+    # Partial sums stay spread over [BLOCK, TILE / 8] lanes and are folded once at the end: a reduction to a scalar in
+    # every step would make all warps wait for each other.
     g_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     others_g = g_sum
     others_p = g_sum
@@ -105,6 +110,8 @@ def _gradient_sums(
         log_t = load_tiles(teacher[0], teacher[1], tile, columns, V, tiles) * inverse_t - lse_t
         _, g, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
         g_sum += reduce_by_8(g)
+        # Where one token holds more than half of p_s, g - p_s sum(g) cancels for it: its gradient is then computed from
+        # the other tokens' sums (logit_gradient in row_functions.py).
         if STABLE_TOP:
             others_g += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
             others_p += reduce_by_8(tl.where(p_s > 0.5, 0.0, p_s))
@@ -161,6 +168,7 @@ def _row_kernel(
     norms_ptr, sums_ptr = norms_and_sums
     V, whole_vocab, tiles = sizes
     student_stride, teacher_stride, gradient_stride, stats_stride, norms_stride = strides
+    # int64: row times stride passes 2^31 elements at 17,000 rows of 128,256 columns.
     chunk_row = tl.program_id(0).to(tl.int64)  # within the chunk
     row = chunk_row
     if rows_ptr is not None:
@@ -168,6 +176,7 @@ def _row_kernel(
     scale = tl.load(scale_ptr + row)
     student_ptr += chunk_row * student_stride
     gradient_ptr += chunk_row * gradient_stride
+    # A row that does not count costs one sweep of zeros over its gradient, and reads no logits.
     if scale == 0.0:
         if not ONLY_SUMS:
             skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
@@ -183,6 +192,7 @@ def _row_kernel(
     student_shift_ptr += chunk_row * tiles
     teacher_shift_ptr += chunk_row * tiles
     sums = 0.0, 0.0, 0.0
+    # First sweep, forwards: dL/dz = g - p_s sum(g) needs the whole row's sum before any element can be written.
     if ONLY_SUMS or (SUBTRACT_SUM and sums_ptr is None):
         sums = _gradient_sums(
             (student_ptr, student_shift_ptr),
@@ -216,9 +226,13 @@ def _row_kernel(
         if HAS_TEACHER and STATS:
             teacher_label = logit_at(teacher_ptr, teacher_shift_ptr, label, V, TILE)
             teacher_label = label_logprob(teacher_label, label, lse1_t, V, whole_vocab)
+        # The gradient is written into the student's logits. The label's logit above was read by all warps; one of them
+        # may already be storing the last block below.
         if GRADIENT:
             tl.debug_barrier()  # gradients overwrite logits that all warps must have read
 
+    # The sweep that writes. Each element is read and written by the same thread of the same step, so that no barrier is
+    # needed between the blocks.
     blocks = tl.cdiv(tiles, BLOCK)
     f_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     z_sum = f_sum
@@ -227,6 +241,7 @@ def _row_kernel(
     entropy_t = f_sum
     top_count = f_sum
     for step in range(blocks):
+        # Backwards: where a sweep came before, the row's end is what L2 still holds.
         block = step
         if GRADIENT:
             block = blocks - 1 - step
@@ -236,6 +251,7 @@ def _row_kernel(
         z_t = z_s
         if HAS_TEACHER:
             z_t = load_tiles(teacher_ptr, teacher_shift_ptr, tile, columns, V, tiles)
+        # The logits are relative to their tile's maximum plus that maximum (load_tiles): fp32 from here on.
         log_s = z_s * inverse_t - lse_s
         log_t = z_t * inverse_t - lse_t
         g = tl.zeros((BLOCK, TILE), tl.float32)
@@ -244,11 +260,13 @@ def _row_kernel(
         if len(KINDS) > 0:
             f, g, p_s, p_t = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
             f_sum += reduce_by_8(f)
+        # Hard labels and statistics are defined at T = 1, divergences at T.
         p1 = p_s  # the student at T = 1
         if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
             p1 = exp(z_s - lse1_s)
         if SMOOTHED:
             z_sum += reduce_by_8(tl.where(columns < V, z_s, 0.0))
+        # entropies are sums of p log p; 0 log 0 = 0 where a logit is -inf
         if STATS:
             if TEMPERED:
                 log_s = z_s - lse1_s
@@ -260,10 +278,14 @@ def _row_kernel(
                 if TEMPERED or len(KINDS) == 0:
                     p_t = exp(log_t)
                 entropy_t += reduce_by_8(tl.where(p_t > 0.0, p_t * log_t, 0.0))
+                # Agreement of the two argmaxes without an index: a column that is both tops adds 1, one that is a
+                # single model's adds 2. The row's total is 1 only where exactly one column is the top of both
+                # (agreement_part).
                 top_s = z_s == student_max
                 top_t = z_t == teacher_max
                 top_count += reduce_by_8(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
         if GRADIENT:
+            # The chain back to the raw logits: through the softmax, the temperature, the scale and the soft cap.
             if SUBTRACT_SUM:
                 g = logit_gradient(g, p_s, sums, STABLE_TOP)
             g *= inverse_t
@@ -272,11 +294,13 @@ def _row_kernel(
             g = raw_logit_gradient(g, z_s, scale, transform, SCALED, CAPPED)
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
 
+    # No divergence is negative; rounding may leave the sum of two nearly equal distributions just below 0.
     loss = clamp_at_zero(tl.sum(f_sum))
     divergence = loss
     if TEMPERED:
         divergence = clamp_at_zero(tl.sum(stats_f))
     if HARD:
+        # The log sum of exponentials belongs to the row, not to these columns: one rank adds it.
         row_lse = lse1_s * owns_row_terms
         loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
     tl.store(loss_ptr + row, loss * scale)
@@ -302,6 +326,7 @@ def row_normalisers(student: Logits, other: Logits, temperature: float, **flags:
     """
     n, vocab = student.values.shape
     norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
+    # a rank may own no columns; its -inf leave the others' sums as they are
     if vocab:
         tiles = cdiv(vocab, TILE)
         _row_normalisers_kernel[(n,)](
@@ -339,12 +364,15 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         "STATS": call.stats is not None,
     }
     norms = join_normalisers(shard.ranks.all_gather(row_normalisers(student, other, objective.temperature, **flags)))
+    # Without a gradient nothing is stored, and the kernel gets any valid pointer.
     out, sums = student.values if call.gradient is None else call.gradient, None
     subtract_sum = call.gradient is not None and objective.subtract_sum
 
     def launch(*, only_sums: bool = False) -> None:
         if vocab == 0:
             return
+        # With two sweeps, wide steps (32 tiles, 32 warps) leave one row at a time on a multiprocessor, so that more of
+        # each row is still in L2 when the second sweep comes. A single sweep finds nothing there and takes narrow ones.
         most = TWO_SWEEPS if call.stats is None else TWO_SWEEPS // 2  # whose sums take registers
         block = min(most, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if subtract_sum else ONE_SWEEP
         _row_kernel[(n,)](
@@ -380,6 +408,7 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
             **flags | objective.hard_label_flags | objective.transform_flags,
         )
 
+    # sums over shared vocabularies meet between the sweeps, so that the sweeps are two launches
     if subtract_sum and shard.ranks.size > 1:
         sums = torch.zeros(3, n, dtype=torch.float32, device=call.loss.device)
         launch(only_sums=True)

@@ -85,6 +85,8 @@ def _top_k_kernel(
     STATS: tl.constexpr = stats_ptr is not None
     HAS_LABELS: tl.constexpr = labels_ptr is not None
     SOFT: tl.constexpr = len(KINDS) > 0
+    # The K tokens' logits come from `top_ptr`, gathered before from all ranks. With a bucket they were set to -inf in
+    # the row itself, so that sums over the row are sums over the other tokens (the bucket's).
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if rows_ptr is not None:
@@ -104,10 +106,12 @@ def _top_k_kernel(
     lse1 = tl.load(norms_ptr + 2 * norms_stride + here)
     rate = inverse_t * LOG2_E
     lane = tl.arange(0, LANES)
+    # Lanes past K, and unused places of a shorter list, hold -inf, and are no outcome.
     given = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")).to(tl.float32)
     used = given != -float("inf")
     ids = to_int32(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
     ids -= start
+    # which of the K this rank's columns hold, and therefore stores
     held = used & (ids >= 0) & (ids < V)
     z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
     label = tl.full((), -1, tl.int32)
@@ -118,10 +122,12 @@ def _top_k_kernel(
         if SOFT and BUCKET:  # the row holds -inf where the label is one of the K
             at_label = tl.maximum(at_label, tl.max(tl.where(held & (ids == label), z_top, -float("inf")), 0))
         at_label = label_logprob(at_label, label, lse1, V, whole_vocab)
+    # From here on the row's logits are overwritten in place, block by block.
     tl.debug_barrier()  # gradients take the place of what every warp has read
     z_sum = tl.zeros((BLOCK, TILE), tl.float32)
     entropy = tl.zeros((BLOCK, TILE), tl.float32)
     highest = tl.zeros((BLOCK, TILE), tl.float32)  # tokens of the student's highest logit
+    # A sweep of its own: the gradient's sweep below runs backwards and overwrites, and needs none of these sums.
     if SMOOTHED or STATS:
         for block in range(blocks):
             tile = block * BLOCK + tl.arange(0, BLOCK)
@@ -143,11 +149,14 @@ def _top_k_kernel(
             entropy_total += tl.sum(tl.where(p > 0.0, p * (z_top - lse1), 0.0), 0)
 
     # outcomes: lanes 0 to K - 1 the tokens, lane K the others
+    # Soft terms live on K + 1 outcomes, in registers: no sweep.
     loss = 0.0
     slope = tl.zeros((LANES,), tl.float32)
     others = 0.0  # the soft gradient of another token is others * exp(z / T - base)
     base = lse
     if SOFT:
+        # Tokens sampled from the teacher: weights w instead of probabilities, KL(w || p_s) + p_s's mass in excess of
+        # the weights', so that it is 0 at w = p_s and not negative elsewhere.
         if SAMPLED:
             w = tl.exp(given)
             total = tl.sum(w, 0)
@@ -159,15 +168,18 @@ def _top_k_kernel(
         else:
             log_s = z_top * inverse_t
             log_t = given
+            # the bucket is one outcome: the student's mass outside of the K, and the teacher's rest
             if BUCKET:
                 base = tl.load(norms_ptr + 3 * norms_stride + here)
                 if rest_ptr is not None:
                     log_rest = tl.load(rest_ptr + row)
                 else:
+                    # 1 - sum of K probabilities in fp32; a teacher of high confidence may round to just below 0
                     log_rest = tl.log(tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0))
                 log_rest = tl.where(tl.sum(used.to(tl.int32), 0) < whole_vocab, log_rest, -float("inf"))
                 log_s = tl.where(lane == K, base, log_s)
                 log_t = tl.where(lane == K, log_rest, log_t)
+            # The stored form marks a token that the teacher excludes; reverse KL is infinite there by definition.
             impossible = tl.max(tl.where(log_t == NO_PROBABILITY, 1, 0), 0) == 1
             peak = tl.max(log_s, 0)
             log_s -= peak + tl.log(tl.sum(tl.exp(log_s - peak), 0))
@@ -178,12 +190,15 @@ def _top_k_kernel(
             loss = clamp_at_zero(tl.sum(f, 0))
             if REVERSE:
                 loss = tl.where(impossible, float("inf"), loss)
+            # softmax over the K + 1 outcomes: the same g - p sum(g) as for full rows
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
+                # Each other token gets the bucket's gradient times its share of the bucket, exp(z / T - base).
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
                 base = tl.where(base == -float("inf"), 0.0, base)  # no other token has a probability, and each gets 0
 
     if GRADIENT:
+        # Backwards: statistics' sweep left the row's end in L2.
         for count in range(blocks):
             tile = (blocks - 1 - count) * BLOCK + tl.arange(0, BLOCK)
             columns = tile[:, None] * TILE + within
@@ -196,6 +211,8 @@ def _top_k_kernel(
             g = raw_logit_gradient(g, z, scale, transform, SCALED, CAPPED)
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if SOFT:
+            # The K gradients are scattered over what the sweep stored for the same columns: without the barrier the
+            # order of two warps' stores to one address is open.
             tl.debug_barrier()
             g_top = slope
             if HARD:
@@ -203,6 +220,7 @@ def _top_k_kernel(
             g_top = raw_logit_gradient(g_top, z_top, scale, transform, SCALED, CAPPED)
             tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=held)
 
+    # every rank has computed the K outcomes; one of them counts
     row_lse = lse1
     if not OWNS_ROW_TERMS:
         loss = 0.0
@@ -212,6 +230,7 @@ def _top_k_kernel(
         loss += hard_loss(at_label, z_total, lse1, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
     tl.store(loss_ptr + row, loss * scale)
     if STATS:
+        # The agreement of row_kernel.py: 1 for a column that is both tops, 2 for a single one.
         own = held & (z_top == student_max)
         theirs = held & (given == tl.max(given, 0))
         tops = tl.where(own & theirs, 1.0, tl.where(own | theirs, 2.0, 0.0))
