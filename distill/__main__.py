@@ -9,9 +9,8 @@ signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 def main() -> None:
     """Run the command line."""
-    from distill.core.startup import keep_bytecode, paused_collection
+    from distill.core.startup import paused_collection
 
-    keep_bytecode()
     with paused_collection():
         from distill import cli
         from distill.core.interrupts import DeferredInterrupt

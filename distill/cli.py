@@ -16,16 +16,28 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from distill import __version__
+from distill.commands import (
+    cache,
+    chat,
+    doctor,
+    evaluate,
+    plan,
+    prune,
+    quantise,
+    sample,
+    serve,
+    settings,
+    share,
+    validate,
+    verify,
+)
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -46,50 +58,29 @@ from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_r
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
-COMMANDS = {
-    "check": "distill.commands.plan:check",
-    "inspect": "distill.commands.plan:inspect",
-    "bench": "distill.commands.plan:bench",
-    "prune": "distill.commands.prune:prune",
-    "cache": "distill.commands.cache:cache",
-    "doctor": "distill.commands.doctor:doctor",
-    "eval": "distill.commands.evaluate:evaluate",
-    "compare": "distill.commands.evaluate:compare",
-    "report": "distill.commands.evaluate:report",
-    "generate": "distill.commands.share:generate",
-    "export": "distill.commands.share:export",
-    "quantise": "distill.commands.quantise:quantise",
-    "chat": "distill.commands.chat:chat",
-    "sample": "distill.commands.sample:sample",
-    "serve": "distill.commands.serve:serve",
-    "verify": "distill.commands.verify:verify",
-    "settings": "distill.commands.settings:settings",
-    "schema": "distill.commands.settings:schema",
-    "validate": "distill.commands.validate:validate",
+COMMANDS: dict[str, Callable[..., object]] = {
+    "check": plan.check,
+    "inspect": plan.inspect,
+    "bench": plan.bench,
+    "prune": prune.prune,
+    "cache": cache.cache,
+    "doctor": doctor.doctor,
+    "eval": evaluate.evaluate,
+    "compare": evaluate.compare,
+    "report": evaluate.report,
+    "generate": share.generate,
+    "export": share.export,
+    "quantise": quantise.quantise,
+    "chat": chat.chat,
+    "sample": sample.sample,
+    "serve": serve.serve,
+    "verify": verify.verify,
+    "settings": settings.settings,
+    "schema": settings.schema,
+    "validate": validate.validate,
 }
 
-
-class LazyCommands(UserDict[str, Any]):
-    """Commands by their names; the module of one in `COMMANDS` is imported when that command is read."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a command; imported at the first call."""
-        if isinstance(self.data[name], str):
-            single = typer.Typer(add_completion=False, rich_markup_mode=None)
-            single.command(name)(resolve_name(self.data[name]))
-            self.data[name] = typer.main.get_command(single)
-        return self.data[name]
-
-
-class CommandGroup(TyperGroup):
-    """Group of the commands of `COMMANDS`, followed by those that are registered here."""
-
-    def __init__(self, *, commands: Mapping[str, Any], **settings: Any) -> None:
-        super().__init__(commands=LazyCommands({**COMMANDS, **commands}), **settings)  # type: ignore[arg-type]
-
-
 app = typer.Typer(
-    cls=CommandGroup,
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -123,6 +114,8 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
+for command_name, command in COMMANDS.items():
+    app.command(command_name)(command)
 
 
 @app.callback()

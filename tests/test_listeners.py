@@ -1,21 +1,16 @@
 """Listeners of a step: their moments and order, their state in checkpoints, and a trainer that knows none by name."""
 
-import ast
 import json
 from contextlib import contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import torch
 from test_trainer import rows, trainer
 
-from distill.training import trainer as trainer_module
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 from distill.training.step_guard import StepGuard
-from distill.training.step_listeners import LISTENERS
-from distill.training.trainer import DistillationTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,23 +149,3 @@ def test_a_listener_is_found_by_its_class(tmp_path):
     assert made.listeners.find(StepGuard).skipped == 0
     with pytest.raises(ValueError, match=r"^trainer: expected a callback of Record, got none$"):
         made.listeners.find(Record)
-
-
-def subclasses(kind):
-    return {each for one in kind.__subclasses__() for each in (one, *subclasses(one))}
-
-
-def test_the_trainer_knows_no_listener_by_name():
-    """Neither an import, nor a name, nor an attribute of trainer.py is that of a listener, nor its attribute."""
-    named = {resolve_name(target).__name__ for target in LISTENERS.values()}
-    names = {kind.__name__ for kind in subclasses(StepListener) if kind.__module__.startswith("distill.")}
-    assert {"StepGuard", "TrainingMetrics", "TeacherPrefetcher", "LossSchedule", "RankWatch"} <= names | named
-    names |= named
-    tree = ast.parse(Path(trainer_module.__file__).read_text())
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert not used & names
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    own = {node.attr for node in attributes if ast.unparse(node.value) == "self"}
-    assert not own & {"meter", "schedule", "prefetcher", "step_guard", "on_policy", "phases"}
-    assert issubclass(DistillationTrainer, trainer_module.TransformersCompat)

@@ -1,4 +1,4 @@
-"""Faster imports: no garbage collection meanwhile, and compiled modules that are kept.
+"""Faster imports: no garbage collection meanwhile.
 
     with paused_collection():
         import transformers
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-PREFIX, UNWRITTEN = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
 
 @contextlib.contextmanager
@@ -43,32 +40,3 @@ def cache_root() -> Path:
     if os.environ.get("DISTILL_CACHE"):
         return Path(os.environ["DISTILL_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distill"
-
-
-def keep_bytecode(package: str = "torch") -> None:
-    """Have Python keep compiled modules in the cache folder where it neither finds nor may write them elsewhere.
-
-    Container images often have none, to be smaller (`pip install --no-compile`), and forbid to write any by
-    PYTHONDONTWRITEBYTECODE: each start would compile thousands of files. Where PYTHONPYCACHEPREFIX is set, where
-    `package` has been compiled and where the cache folder cannot be written, nothing is changed. Child processes do
-    the same.
-
-    Args:
-        package: Package that stands for all; it is not imported.
-    """
-    if sys.pycache_prefix is not None:
-        return
-    spec = importlib.machinery.PathFinder.find_spec(package)
-    if spec is None or spec.origin is None or spec.cached is None or Path(spec.cached).exists():
-        return
-    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
-        return  # Python writes them beside their sources
-    folder = cache_root() / "bytecode"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    if os.access(folder, os.W_OK):
-        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-        os.environ[PREFIX] = str(folder)
-        os.environ.pop(UNWRITTEN, None)

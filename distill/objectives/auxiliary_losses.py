@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -32,7 +31,7 @@ class TermLoss(Protocol):
 
 
 Maker = Callable[..., TermLoss]  # of the term, the section, the pairing, transform
-Makers = Mapping[str, Maker | str]  # by the term's type; a string names one that is imported where a recipe has it
+Makers = Mapping[str, Maker]  # by the term's type
 
 
 class CompositeLoss:
@@ -56,8 +55,9 @@ class CompositeLoss:
 
     def __init__(self, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform, makers: Makers) -> None:
         weighted = [term for term in section.terms if term.weight > 0]
-        own, rest = ([term for term in weighted if (term.type in makers) is which] for which in (True, False))
-        self.own = [_maker(makers[term.type])(term, section, pairing, transform) for term in own]
+        own = [term for term in weighted if term.type in makers]
+        rest = [term for term in weighted if term.type not in makers]
+        self.own = [makers[term.type](term, section, pairing, transform) for term in own]
         self.pairing, transforms = pairing, LogitTransforms(pairing.student, transform)
         self.fused = [(build_loss(section.model_copy(update={"terms": rest}), transforms), True)] if rest else []
         self.terms = [term for loss, _ in self.fused for term in loss.terms]
@@ -83,8 +83,3 @@ class CompositeLoss:
                 values += [value] * counts
         total = sum(values, first)
         return total if statistics is None else (total, statistics)
-
-
-def _maker(maker: Maker | str) -> Maker:
-    found: Maker = resolve_name(maker) if isinstance(maker, str) else maker
-    return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from distill_kernels import FusedDistillationLoss
@@ -13,7 +12,11 @@ from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
+from distill.objectives.auxiliary_losses import CompositeLoss, Makers
+from distill.objectives.layer_losses import AttentionRelationLoss, HiddenStateLoss
 from distill.objectives.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+from distill.objectives.policy_gradient import SampledTokenLoss
+from distill.objectives.student_top_k import student_top_k_loss
 from distill.objectives.targets import (
     TOP,
     ComparesTokens,
@@ -26,18 +29,12 @@ from distill.objectives.targets import (
 )
 from distill.recipe.loss import Loss
 
-if TYPE_CHECKING:
-    from distill.objectives.auxiliary_losses import Makers
-
-
-# makers of the losses of auxiliary terms by the term's type, imported where a recipe has one
-LOSSES: Makers = {
-    "attention_relation": "distill.objectives.layer_losses:AttentionRelationLoss",
-    "hidden_state": "distill.objectives.layer_losses:HiddenStateLoss",
-    "policy_gradient": "distill.objectives.policy_gradient:SampledTokenLoss",
-    "top_k_reverse_kl": "distill.objectives.student_top_k:student_top_k_loss",
+LOSSES: Makers = {  # the losses of auxiliary terms by the term's type
+    "attention_relation": AttentionRelationLoss,
+    "hidden_state": HiddenStateLoss,
+    "policy_gradient": SampledTokenLoss,
+    "top_k_reverse_kl": student_top_k_loss,
 }
-COMPOSITE = "distill.objectives.auxiliary_losses:CompositeLoss"
 
 
 class TeacherHead(Protocol):
@@ -157,8 +154,7 @@ class HiddenFormat(FusedFormat):
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         if isinstance(section, Loss) and section.has(*self.separate):
-            composite: TargetLoss = resolve_name(COMPOSITE)(section, pairing, self.transform, self.separate)
-            return composite
+            return CompositeLoss(section, pairing, self.transform, self.separate)
         return super().loss(section, pairing)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:

@@ -27,13 +27,13 @@ in bfloat16). The CUDA context and the allocator's fragmentation come on top: a 
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE
 
+from distill.models.precision.quantised_student import quantised_bytes
 from distill.models.shape import Shape
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
@@ -42,7 +42,6 @@ from distill.planning.steps import FUSED
 from distill.teachers.source_capabilities import shapes_of
 
 LOADING = "loading of the teacher"
-QUANTISED_BYTES = "distill.models.precision.quantised_student:quantised_bytes"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
 STATES = {"8bit": 0.5, "4bit": 0.25, "adafactor": 0.01, "sgd": 0.0, "lion": 1.0}
 
@@ -120,7 +119,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         masters = 4 if recipe.train.master_weights and trained_bytes < 4 else 0
         states = student.trained * (2 * width + masters) / share
     quantised = recipe.student.quantise
-    rounding = None if quantised is None else resolve_name(QUANTISED_BYTES)(plan.student.model, quantised)
+    rounding = None if quantised is None else quantised_bytes(plan.student.model, quantised)
     if rounding is not None:
         states += rounding.states / share
     temporary = gradients if optimizer == "adamw_torch" else 0.0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 
 import torch
 from distill_kernels.launch import OLDER
@@ -27,6 +26,7 @@ from distill.models.gpu_specs import fp8_problem
 from distill.models.load.meta_models import meta_config, size_note, weights_problem
 from distill.models.load.source import resolve_tokenizer_source
 from distill.models.precision.dtypes import Precision, resolve_precision
+from distill.models.precision.quantised_formats import formats_of
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.objectives.losses import is_soft
@@ -55,7 +55,6 @@ from distill.teachers.source_capabilities import (
 )
 from distill.teachers.vocabulary import Vocabulary
 
-FORMATS_OF = "distill.models.precision.quantised_formats:formats_of"  # imported for a student that is quantised
 log = logging.getLogger(__name__)
 
 
@@ -171,7 +170,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     report.problems += layer_problems(plan)
     report.notes += unusual_settings(recipe)
     if recipe.student.quantise is not None:
-        note = resolve_name(FORMATS_OF)(student.model, recipe.student.quantise).note()
+        note = formats_of(student.model, recipe.student.quantise).note()
         report.notes += [f"student.quantise: {note}"] if note else []
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
     models = {"teacher": files_of(source).config_section(), "student": recipe.student}

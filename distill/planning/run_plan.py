@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from distill.core.ranks import world_size
 from distill.models.sharding import SINGLE_PROCESS, Placement
+from distill.planning.placement import plan_placement
 from distill.planning.steps import accumulation_steps, data_rows_per_micro_batch, require_settings, total_steps
 from distill.recipe import Recipe
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
-
-
-PLAN_PLACEMENT = "distill.planning.placement:plan_placement"  # imported by one of several processes
 
 
 class RunPlan(NamedTuple):
@@ -53,7 +50,7 @@ def plan_run(recipe: Recipe, splits: Splits, device: torch.device) -> RunPlan:
     """
     placement = SINGLE_PROCESS
     if (world := world_size()) > 1:
-        placement = resolve_name(PLAN_PLACEMENT)(recipe, device, world, longest=splits.report.longest)
+        placement = plan_placement(recipe, device, world, longest=splits.report.longest)
     return plan_steps(recipe, len(splits.train), placement)
 
 

@@ -17,13 +17,13 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import RecipeError, Section, explain
 from distill.core.folders import STAGES
+from distill.recipe.aliases import NAMES
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part
 from distill.recipe.fields import NAME, Text
@@ -34,7 +34,6 @@ from distill.recipe.stages import Export, Stage
 from distill.recipe.train import Parallel, Train
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
-NAMES = "distill.recipe.aliases:NAMES"  # imported for the message on an unknown field
 PROMPTS = (
     "What is the capital of France?",
     "Write a Python function that reverses a string.",
@@ -142,7 +141,7 @@ class Recipe(Section):
             try:
                 self.of_stage(number, "the student of the stage before" if number else None)
             except ValidationError as error:
-                faults = "; ".join(explain(error, Recipe, resolve_name(NAMES)))
+                faults = "; ".join(explain(error, Recipe, NAMES))
                 raise ValueError(f"stages.{number}: {faults}") from None
         return self
 
@@ -193,7 +192,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", ori
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, resolve_name(NAMES))]) from None
+        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, NAMES)]) from None
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

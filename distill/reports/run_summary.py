@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill.core import console
 from distill.core.units import GIB, plural
@@ -14,9 +13,11 @@ from distill.models.flops import count_text, parameters_of
 from distill.models.head import bare
 from distill.models.layers import offloading_of
 from distill.models.load.quantised import quantised_by
+from distill.models.prune.widths import widths_of
 from distill.objectives.measure import KL, Measure
 from distill.planning.steps import small_data_warnings
 from distill.recipe.quantise import GGUF_FILES
+from distill.reports.gguf_file import gguf_faults
 from distill.teachers.capabilities import size_text
 from distill.teachers.identity import model_name
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from distill.teachers.objective import DistillationObjective
     from distill.teachers.opening import ModelPair
 
-GGUF_FAULTS = "distill.reports.gguf_file:gguf_faults"  # imported for students that are quantised
 TITLES = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
@@ -48,7 +48,8 @@ def run_summary(
     if pair.layer_indices is not None:
         name += f", layers {_ranges(pair.layer_indices)}"
     if recipe.student.is_cut and recipe.student.from_teacher is not None and recipe.student.from_teacher.cuts_widths:
-        widths = resolve_name("distill.models.prune.widths:widths_of")(bare(pair.student).config)
+        config: Any = bare(pair.student).config
+        widths = widths_of(config)
         name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values)"
         name += f", MLP columns {widths.intermediate}" if widths.intermediate else ""
         name += f", experts {widths.experts}" if widths.experts else ""
@@ -79,7 +80,7 @@ def run_summary(
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     quantise = recipe.student.quantise
     is_gguf = quantise is not None and quantise.format in GGUF_FILES
-    if faults := resolve_name(GGUF_FAULTS)(bare(pair.student).config, pair.tokenizer) if is_gguf else []:
+    if faults := gguf_faults(bare(pair.student).config, pair.tokenizer) if is_gguf else []:
         lines["file"] = f"distill export cannot write it: {'; '.join(faults)}"
     if caveat := pair.teacher.format.properties.caveat:
         lines["divergences"] = caveat

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -18,31 +17,26 @@ from distill.objectives.targets import Batch, StepInputs
 from distill.recipe import Loss, Recipe
 from distill.teachers.capabilities import flops_per_token, flush, following, prefetching_of
 from distill.teachers.objective import DistillationObjective
+from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
+from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter
 from distill.training.module_cache import cache_modules, clear_module_cache
 from distill.training.phases import PAUSED
+from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
+from distill.training.rollout_files import StoredRollouts
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.transformers_compat import TransformersCompat
+from distill.training.watchdog import RankWatch
 
 if TYPE_CHECKING:
     from distill.core.run_lock import RunLock
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.rollout_steps import Collated
     from distill.teachers.opening import ModelPair
-
-
-# imported by a run that has use for them: several ranks, a teacher that prefetches, a schedule and so on
-LISTENERS = {
-    "ranks": "distill.training.watchdog:RankWatch",
-    "prefetch": "distill.training.prefetch:TeacherPrefetcher",
-    "schedule": "distill.training.loss_schedule:LossSchedule",
-    "layer terms": "distill.training.layer_terms:LayerTerms",
-    "rollout files": "distill.training.rollout_files:StoredRollouts",
-    "graphs": "distill.training.cuda_graphs:CudaGraphCallback",
-}
 
 
 def training_listeners(
@@ -70,16 +64,16 @@ def training_listeners(
     meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
     found: list[TrainerCallback] = [guard]
     if trainer.accelerator.num_processes > 1:
-        found.append(_listener("ranks", folder))
+        found.append(RankWatch(folder))
     if prefetching_of(objective.teacher) is not None:
-        found.append(_listener("prefetch", objective, trainer))
+        found.append(TeacherPrefetcher(objective, trainer))
     found += [CachedModules(trainer), TeacherUpdates(trainer, objective)]
     found.append(TrainingMetrics(meter, trainer.sum_over_ranks))
     section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
     if isinstance(section, Loss) and section.schedule:
-        found.append(_listener("schedule", objective, section))
+        found.append(LossSchedule(objective, section))
     if objective.layers is not None:
-        found.append(_listener("layer terms", objective.layers, trainer))
+        found.append(LayerTerms(objective.layers, trainer))
     return found
 
 
@@ -110,16 +104,11 @@ def run_listeners(
     if rollouts is not None:
         found.append(RolloutBatches(rollouts, trainer))
         if section is not None and section.store_every:
-            found.append(_listener("rollout files", folder, section.store_every, pair.tokenizer, objective.routes))
+            found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
     setting, device = recipe.train.cuda_graph, trainer.args.device
     if device.type == "cuda" and (setting is True or (setting and runs_our_kernels(device))):
-        found.append(_listener("graphs", pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
+        found.append(CudaGraphCallback(pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
     return found
-
-
-def _listener(name: str, *arguments: object, **settings: object) -> Any:
-    """Return a listener of `LISTENERS`, whose module is imported now."""
-    return resolve_name(LISTENERS[name])(*arguments, **settings)
 
 
 class TrainingMetrics(StepListener):

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -28,14 +27,12 @@ from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.data.packing import BLOCK
 from distill.models.sharding import has_no_state, use_fsdp2
+from distill.training.block_sampler import BlockSampler
+from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.module_cache import cached_parameters
+from distill.training.rank_batches import without_repeated_rows
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
-
-# imported by a run that resumes, by one of several processes, and for rows that belong together
-LOAD_WEIGHTS = "distill.training.checkpoint_weights:load_weights"
-NO_REPEATED_ROWS = "distill.training.rank_batches:without_repeated_rows"
-BLOCK_SAMPLER = "distill.training.block_sampler:BlockSampler"
 
 
 class TransformersCompat(Trainer):
@@ -105,7 +102,7 @@ class TransformersCompat(Trainer):
     def _corrected(self, loader: Any) -> Any:
         ignore_signals_in_workers(getattr(loader, "base_dataloader", loader))  # accelerate wraps a torch DataLoader
         processes = self.accelerator.num_processes
-        return loader if processes == 1 else resolve_name(NO_REPEATED_ROWS)(loader, processes)
+        return loader if processes == 1 else without_repeated_rows(loader, processes)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return `Trainer`'s schedule with a rate above 0 in the first step of a warm-up, where `Trainer` has 0."""
@@ -126,7 +123,7 @@ class TransformersCompat(Trainer):
         rows = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         has_blocks = BLOCK in (getattr(rows, "column_names", None) or ())
-        self._blocks = resolve_name(BLOCK_SAMPLER)(rows, seed) if has_blocks else None
+        self._blocks = BlockSampler(rows, seed) if has_blocks else None
         return self._blocks or super()._get_train_sampler(train_dataset)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
@@ -156,14 +153,14 @@ class TransformersCompat(Trainer):
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            resolve_name(LOAD_WEIGHTS)(self.model if model is None else model, Path(resume_from_checkpoint))
+            load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         """Load weights by the model's own names; `Trainer` takes a file's names for them and ignores missing ones."""
         if self.is_fsdp_enabled:
             super()._load_best_model()
         else:
-            resolve_name(LOAD_WEIGHTS)(self.model, Path(str(self.state.best_model_checkpoint)))
+            load_weights(self.model, Path(str(self.state.best_model_checkpoint)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has."""

@@ -16,8 +16,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -34,6 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
 from distill.models.layers import layer_indices, layers_of
+from distill.models.load.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.load.config_validation import check_config, check_index, read_json
 from distill.models.load.quantised import (
     check_quantisation,
@@ -53,29 +53,19 @@ from distill.models.load.source import (
 )
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import rope_by_document
+from distill.models.patch.swaps import is_patched
 from distill.models.precision.dtypes import quantised_weights
+from distill.models.precision.offload import offload_layers
+from distill.models.prune.importance import shape_for
+from distill.models.prune.narrow import Selection, cut_parts
+from distill.models.prune.pruning import cut_layers
 from distill.recipe import FromTeacher, Lora, ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
-
-if TYPE_CHECKING:
-    from distill.models.prune.narrow import Selection
+from distill.recipe.shipped import find_architecture
 
 log = logging.getLogger(__name__)
 
 TEACHER_SEED, STUDENT_SEED = 0, 1
-# imported when a recipe names them: `student.lora`, `teacher.adapter`, `teacher.offload`, `from_teacher`, `config`
-PARTS = {
-    "add_lora": "distill.models.load.adapters:add_lora",
-    "load_and_merge": "distill.models.load.adapters:load_and_merge",
-    "merged": "distill.models.load.adapters:merged",
-    "save_adapter": "distill.models.load.adapters:save_adapter",
-    "offload_layers": "distill.models.precision.offload:offload_layers",
-    "cut_layers": "distill.models.prune.pruning:cut_layers",
-    "cut_parts": "distill.models.prune.narrow:cut_parts",
-    "shape_for": "distill.models.prune.importance:shape_for",
-    "meta_config": "distill.models.load.meta_models:meta_config",
-    "find_architecture": "distill.recipe.shipped:find_architecture",
-}
 
 
 def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
@@ -143,10 +133,10 @@ def load_teacher(
     seed = STUDENT_SEED if section.type == "student" else TEACHER_SEED
     model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, seed)
     if section.adapter is not None:
-        model = _part("load_and_merge")(model, section.adapter)
+        model = load_and_merge(model, section.adapter)
     model.config.use_cache = False
     model.eval().requires_grad_(False)
-    return _part("offload_layers")(model, device) if section.offload else model
+    return offload_layers(model, device) if section.offload else model
 
 
 def load_student(
@@ -173,8 +163,6 @@ def load_student(
     else:
         if teacher is None:
             raise ValueError("student.from_teacher: expected a loaded teacher to cut from, got none")
-        from distill.models.patch.swaps import is_patched
-
         if is_patched(teacher):
             raise ValueError("student.from_teacher: expected an unpatched teacher, got a patched one; cut first")
         if quantised_by_transformers(teacher):
@@ -186,7 +174,9 @@ def load_student(
         rope_by_document(student)
     student.config.use_cache = False
     student.train().requires_grad_(True)
-    return _part("add_lora")(student, section.lora) if section.lora is not None else student
+    if section.lora is None:
+        return student
+    return add_lora(student, section.lora)
 
 
 def _cut(
@@ -194,16 +184,16 @@ def _cut(
 ) -> PreTrainedModel:
     """Return the student that `student.from_teacher` makes of a teacher."""
     if cut is None or not cut.is_calibrated:
-        return _part("cut_layers")(teacher, layer_indices(cut, layers_of(teacher.config)), dtype)
+        return cut_layers(teacher, layer_indices(cut, layers_of(teacher.config)), dtype)
     if selection is None:
         raise ValueError(
             "student.from_teacher: its parts are chosen by rows of the training data, which are not read here; save "
             "the student of a run and name its folder by student.model"
         )
-    shape = _part("shape_for")(cut, teacher.config)
+    shape = shape_for(cut, teacher.config)
     if shape.widths is None or shape.layout is None:
-        return _part("cut_layers")(teacher, selection.layers, dtype)
-    return _part("cut_parts")(teacher, selection, shape.widths, shape.layout, dtype)
+        return cut_layers(teacher, selection.layers, dtype)
+    return cut_parts(teacher, selection, shape.widths, shape.layout, dtype)
 
 
 def load_config(section: ModelSection, field: str) -> Any:
@@ -215,7 +205,7 @@ def load_config(section: ModelSection, field: str) -> Any:
     trusted = section.trust_remote_code
     if section.init == "random":
         assert section.config is not None
-        path = _part("find_architecture")(section.config, f"{field}.config")
+        path = find_architecture(section.config, f"{field}.config")
         return copy.deepcopy(_config_of(path, path.stat().st_mtime_ns, f"{field}.config", trusted))
     assert section.model is not None
     spec, field = section.model, f"{field}.model"
@@ -229,11 +219,6 @@ def load_config(section: ModelSection, field: str) -> Any:
     check_config(values, field, spec, trusted=trusted)
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, **arguments)
-
-
-def config_of(section: ModelSection, field: str) -> Any:
-    """Return the configuration of `model`, or of `config` where that is named and the model is not on this machine."""
-    return load_config(section, field) if section.config is None else _part("meta_config")(section, field)
 
 
 @functools.lru_cache(maxsize=32)
@@ -252,11 +237,6 @@ def _gguf_config(source: ModelSource, modified: int, spec: str, field: str) -> A
     """Return the configuration from a GGUF file's header, which takes seconds to read; `modified` as above."""
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
-
-
-def _part(name: str) -> Any:
-    """Return a function of `PARTS`, imported now."""
-    return resolve_name(PARTS[name])
 
 
 def _named_dtype(name: str) -> torch.dtype | None:
@@ -362,11 +342,11 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
     is_lora = hasattr(model, "peft_config")
     if is_lora and lora is not None and lora.save == "adapter":
         with atomic_folder(folder, over=True) as unfinished:
-            _part("save_adapter")(model, unfinished)
+            save_adapter(model, unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
         return folder
-    plain = _part("merged")(model) if is_lora else model
+    plain = merged(model) if is_lora else model
     with atomic_folder(folder, over=True) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
         try:
@@ -379,5 +359,5 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
             tokenizer.save_pretrained(unfinished)
     if is_lora and quantised_weights(model) is None:  # its adapters belong to base weights that are not the model's
         with atomic_folder(folder.parent / "adapter", over=True) as unfinished:
-            _part("save_adapter")(model, unfinished)
+            save_adapter(model, unfinished)
     return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -13,18 +12,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from distill.models.flops import FlopCounts, count_flops
 from distill.models.layers import layer_indices, layers_of
+from distill.models.load.adapters import add_lora
 from distill.models.load.config_validation import check_gguf, read_json
 from distill.models.load.loading import load_config
 from distill.models.load.quantised import quantisation_of
 from distill.models.load.read_weights import weights_fault
 from distill.models.load.source import ModelSource, loading, resolve_model_source
+from distill.models.prune.pruning import student_config
+from distill.models.prune.widths import target_widths
 from distill.models.shape import Shape, shape_of
 from distill.recipe import Lora, ModelSection, Student
-
-# imported when a recipe names them: adapters, and a student that is cut from its teacher
-ADD_LORA = "distill.models.load.adapters:add_lora"
-TARGET_WIDTHS = "distill.models.prune.widths:target_widths"
-STUDENT_CONFIG = "distill.models.prune.pruning:student_config"
 
 
 class MetaModel:
@@ -42,7 +39,7 @@ class MetaModel:
         self.trains = trains
         if not trains:
             model.requires_grad_(False)
-        self.model = model if lora is None else resolve_name(ADD_LORA)(model, lora)
+        self.model = model if lora is None else add_lora(model, lora)
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -156,8 +153,8 @@ def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:
     """Return the student's configuration; pruned from the teacher's where the recipe says so."""
     config = teacher_config if section.is_cut else meta_config(section, "student")
     if (cut := section.cut) is not None:
-        widths = resolve_name(TARGET_WIDTHS)(cut, config)
-        config = resolve_name(STUDENT_CONFIG)(config, layer_indices(cut, layers_of(config)), widths)
+        widths = target_widths(cut, config)
+        config = student_config(config, layer_indices(cut, layers_of(config)), widths)
     return config
 
 

@@ -15,7 +15,8 @@ from distill.core.ranks import is_main_process
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load.fingerprint import model_identity
-from distill.models.load.loading import config_of, load_teacher
+from distill.models.load.loading import load_teacher
+from distill.models.load.meta_models import MetaModel, meta_config, meta_model
 from distill.models.load.quantised import check_quantisation, method_of, quantisation_of
 from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets
@@ -36,7 +37,6 @@ from distill.teachers.source_capabilities import OffersSmaller
 from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from distill.models.load.meta_models import MetaModel
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
 # imported by planning, and by a teacher in fp8
@@ -118,8 +118,6 @@ class ModelSource(TeacherSource, OffersSmaller):
 
     def meta(self) -> MetaModel:
         """Return the model on the meta device, without memory."""
-        from distill.models.load.meta_models import meta_config, meta_model
-
         return meta_model(meta_config(self.section, self.field), self.field)
 
     def vocabulary(self) -> Vocabulary:
@@ -163,7 +161,7 @@ class ModelSource(TeacherSource, OffersSmaller):
                 problems.append(str(error))
         if section.init == "random":
             return problems
-        config = config_of(section, self.field)
+        config = meta_config(section, self.field)
         try:
             check_quantisation(config, section, self.field)
         except ValueError as error:
@@ -179,7 +177,7 @@ class ModelSource(TeacherSource, OffersSmaller):
             )
         if student.has_tokenizer:
             try:
-                check_quantisation(config_of(student, "student"), student, "student")
+                check_quantisation(meta_config(student, "student"), student, "student")
             except ValueError as error:
                 problems.append(str(error))
         return problems

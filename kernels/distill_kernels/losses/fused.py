@@ -10,35 +10,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pkgutil import resolve_name
-from typing import Any
 
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
 from distill_kernels.losses.accumulate import WeightGradient
 from distill_kernels.losses.mixture import Mixture
+from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_row_loss
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads, RowCall
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
+from distill_kernels.losses.policy_kernel import launch_policy_row_loss
 from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, matmul_fp32, project
 from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-
-# launchers that only some losses need, imported at the first call of one that does
-LAUNCHERS = {
-    "top_k": "distill_kernels.losses.topk_kernel:launch_top_k_row_loss",
-    "select_top_k": "distill_kernels.losses.topk_select:select_student_top_k",
-    "policy": "distill_kernels.losses.policy_kernel:launch_policy_row_loss",
-    "mixture": "distill_kernels.losses.mixture_kernel:launch_mixture_row_loss",
-    "mixer": "distill_kernels.losses.mixture_kernel:TeacherMixer",
-}
-
-
-@functools.cache
-def launcher(name: str) -> Any:
-    """Return an entry of `LAUNCHERS`, imported."""
-    return resolve_name(LAUNCHERS[name])
+from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
+from distill_kernels.losses.topk_select import select_student_top_k
 
 
 class _Workspace:
@@ -151,7 +138,7 @@ def fused_linear_divergence(
         selected = batch.student_top.allocate(n, device, with_rest=with_rest)
     mixer = None
     if isinstance(teacher, Mixture):
-        mixer = launcher("mixer")(
+        mixer = TeacherMixer(
             teacher,
             plan.chunk_rows,
             vocab,
@@ -217,10 +204,10 @@ def fused_linear_divergence(
         project(student, select_rows(hidden, start, stop), student_logits, transforms[0], descriptors=descriptors)
         row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
         if batch.top is not None:
-            row_loss = functools.partial(launcher("top_k"), top=batch.top.rows(argument_rows))
+            row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(argument_rows))
         elif selected is not None and teacher_logits is not None:
             top = selected.rows(argument_rows)
-            launcher("select_top_k")(
+            select_student_top_k(
                 student_logits,
                 teacher_logits,
                 top,
@@ -228,12 +215,14 @@ def fused_linear_divergence(
                 rows=rows,
                 temperature=temperature,
             )
-            teacher_logits, row_loss = None, functools.partial(launcher("top_k"), top=top)
+            teacher_logits, row_loss = None, functools.partial(launch_top_k_row_loss, top=top)
         elif batch.policy is not None:
             chunk_head = student._replace(hidden=select_rows(hidden, start, stop))
-            row_loss = functools.partial(launcher("policy"), policy=batch.policy.rows(argument_rows), head=chunk_head)
+            row_loss = functools.partial(
+                launch_policy_row_loss, policy=batch.policy.rows(argument_rows), head=chunk_head
+            )
         elif mixer is not None:
-            row_loss = functools.partial(launcher("mixture"), at_temperature_1=at_temperature_1)
+            row_loss = functools.partial(launch_mixture_row_loss, at_temperature_1=at_temperature_1)
         call = RowCall(
             None if batch.labels is None else batch.labels[argument_rows],
             batch.row_scale[argument_rows],
