@@ -33,6 +33,7 @@ class Ragged(NamedTuple):
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the concatenated values of some lists, int32 [t], and each value's index in its list, int64 [t]."""
         lengths = self.offsets[numbers + 1] - self.offsets[numbers]
+        # 0 1 2 0 1 0 1 2 3 ...: a running index less the index at which each list begins
         place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return self.values[np.repeat(self.offsets[numbers], lengths) + place], place
 
@@ -60,7 +61,10 @@ class Documents(NamedTuple):
         """Return each length, int64 [D], in a row of `most` tokens if the last response may have `new` tokens."""
         labels, lengths = self.columns["labels"], self.lengths
         learned = labels.values != IGNORE_INDEX
+        # A response begins where a trained label follows one that is not; labels are not shifted, so no document begins
+        # with one and the False in front is never another document's.
         begins = learned & ~np.concatenate([[False], learned[:-1]])  # begins of responses; no document begins with one
+        # index of each document's last beginning: the response that a rollout will replace
         last = np.maximum.reduceat(np.arange(len(begins)) * begins, labels.offsets[:-1])
         prompts = lengths - (labels.offsets[1:] - last)
         if (starts := self.columns.get("answer_starts")) is not None:  # labels of aligned spans have gaps
@@ -91,11 +95,14 @@ class Documents(NamedTuple):
         ends = np.cumsum([int(lengths[group].sum()) for group in groups], dtype=np.int64)
         start, before = 0, 0
         while start < len(groups):
+            # as many rows as fit into `tokens_at_once`, but never none: a row may be longer than that
             stop = max(start + 1, int(np.searchsorted(ends, before + tokens_at_once, side="right")))
             yield self._laid_out(groups[start:stop])
             start, before = stop, int(ends[stop - 1])
 
     def _laid_out(self, groups: list[np.ndarray]) -> dict[str, Ragged]:
+        # All documents of the batch of rows one after the other. `ends` are document bounds in that sequence, and
+        # ends[first] the bounds of rows: a row's list is a slice, nothing is copied a second time.
         order = np.concatenate(groups)
         first = np.cumsum([0, *map(len, groups)])  # of each row, among the documents
         made: dict[str, Ragged] = {}
@@ -108,6 +115,8 @@ class Documents(NamedTuple):
             if name.endswith(IDS):
                 positions[name.replace(IDS, "position_ids")] = Ragged(place.astype(np.int32), ends[first])
                 begins[name] = ends[:-1] - np.repeat(ends[first[:-1]], np.diff(first))
+        # Columns of indices point into their own document; in a row they move by where the document begins there.
+        # Entries index their `targets` in turn (student, teacher, student, ...), each of which has its own beginnings.
         for name, targets in self.pointers.items():
             shift = np.stack([begins[target] for target in targets], 1)
             counts = self.columns[name].lengths[order] // len(targets)
@@ -133,6 +142,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by their free tokens
     rooms = 0  # bit r is set if with_room[r] is not empty: one shift finds the smallest room >= n
     by_length = np.argsort(-lengths, kind="stable")
+    # Free room is an index into `with_room`, and `rooms` the set of non-empty ones as the bits of one integer. rooms >>
+    # length drops the rooms that are too small, and the lowest bit left is the fullest row that fits: O(1) a document
+    # on Python's big integers instead of a search over rows.
     for document, length in zip(by_length.tolist(), lengths[by_length].tolist(), strict=True):
         fitting = rooms >> length
         if fitting:
@@ -217,6 +229,8 @@ def _rows_together(
         full: list[list[np.ndarray]] = []
         rest: list[np.ndarray] = []
         for family in families:
+            # A family's rows but its emptiest are full; only the emptiest is packed with those of other families, so
+            # that a row mixes families at most once and a block stays small.
             own = [family[np.sort(group)] for group in best_fit(lengths[family], capacity)]
             own.sort(key=lambda row: -int(lengths[row].sum()))
             rest.append(own.pop())

@@ -149,11 +149,16 @@ class Rest(NamedTuple):
         tokens, first, count = own.tokens, own.first, len(own.tokens.shared)
         partner = tokens.shared[other.place.clamp_max(count - 1)] if count else torch.zeros_like(first)
         ids = torch.cat([tokens.rest.expand(len(first), -1), first[:, None], partner[:, None]], 1)
+        # The unshared tokens always count. The last two columns hold the span's own first token and the one that is the
+        # partner of the other side's first token: they count only where they were taken out of the shared outcomes, and
+        # the partner not twice where both are one token.
         counts = torch.ones_like(ids, dtype=torch.bool)
         counts[:, -2] = apart & (own.place < count)
         counts[:, -1] = apart & (own.place != other.place) & (other.place < count)
         p = own.log_p.gather(1, ids).exp_() * counts
         holds_span = counts & apart[:, None] & (ids == first[:, None])
+        # p(first token) contains the span's own continuation P; what remains of it is every other continuation of that
+        # token. Rounding may bring the difference just below 0.
         values = torch.where(holds_span, p - own.whole.exp()[:, None], p).clamp_min_(0.0)
         return Rest(ids, p, values, holds_span)
 
@@ -175,14 +180,19 @@ def compare_spans(
     """
     m, shared = len(student.first), len(outcomes.student.shared)
     s, t = Beginning.of(student, outcomes.student), Beginning.of(teacher, outcomes.teacher)
+    # A span is one shared outcome only where each side reads it as a single token and the two tokens are partners.
     several = (torch.bincount(side.span, minlength=m) > 1 for side in (student, teacher))
     apart = next(several) | next(several) | (outcomes.partner[s.first] != t.first)  # the span is an outcome of its own
+    # Shared outcomes that are taken out at each span: a scatter with the dump column `shared` for spans that take out
+    # none avoids a selection whose size would be read by the host.
     hidden = torch.zeros(m, shared + 1, dtype=torch.bool, device=s.log_p.device)  # the last column is dropped below
     for place in (s.place, t.place):
         hidden.scatter_(1, torch.where(apart, place, shared)[:, None], True)
     hidden = hidden[:, :shared]
     rest_s, rest_t = Rest.of(s, t, apart), Rest.of(t, s, apart)
     width, own = max(rest_s.values.shape[1], rest_t.values.shape[1]), rest_s.values.shape[1]
+    # The k-th largest against the k-th largest, the shorter side padded by outcomes of probability 0. `order` brings
+    # the signs back to the outcomes that they belong to.
     sorted_s, order = nn.functional.pad(rest_s.values, (0, width - own)).sort(-1, descending=True)
     sorted_t = nn.functional.pad(rest_t.values, (0, width - rest_t.values.shape[1])).sort(-1, descending=True).values
     difference = sorted_s - sorted_t
@@ -191,6 +201,7 @@ def compare_spans(
 
     a, b = s.log_p[:, s.tokens.shared], t.log_p[:, t.tokens.shared]
     p_a, p_b = a.exp(), b.exp()
+    # From here on A = dL / dlog p in three parts: at shared tokens, at the span's text, at the rest.
     at_shared, at_span = (torch.zeros_like(a) if slope else None), torch.zeros_like(s.whole)
     for kind, weight, parameter in zip(objective.kinds, weights, objective.parameters, strict=True):
         f, g = reference_terms(kind, parameter, a, b, p_a, p_b)
@@ -202,12 +213,15 @@ def compare_spans(
         at_span += torch.where(apart, weight * g, 0.0)
     if at_shared is None:
         return loss, None
+    # d|s - t| / ds = sign, undone from sorted order; padded places are dropped
     signs = torch.empty_like(difference).scatter_(-1, order, difference.sign().mul_(total))[:, :own]
     rows = torch.zeros_like(s.log_p)
     rows[:, s.tokens.shared] = at_shared
     rows.scatter_add_(1, rest_s.ids, signs * rest_s.p)
+    # The first token's value was p - S: its S part is paid back at all tokens of the span, by the chain rule.
     at_span -= (signs * rest_s.holds_span).sum(-1) * s.whole.exp()
     gradient = torch.zeros_like(student.log_p)
+    # A span's first row has all three parts; its later rows only the chain rule's, at the token that they predict.
     gradient[student.first] = rows
     return loss, gradient.scatter_add_(1, student.tokens[:, None], at_span[student.span][:, None])
 

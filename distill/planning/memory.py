@@ -99,6 +99,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     """
     recipe, precision, world = plan.recipe, plan.precision, plan.world
     student, teacher = plan.student.shape, plan.footprint(teacher_sharded)
+    # The loss compares the columns that both have; a larger student keeps its own columns where there is no soft term.
     columns = min(student.vocabulary, *(shape.vocabulary for shape in shapes_of(plan.source)))
     accumulation = plan.accumulation
     tokens = recipe.train.batch_size * recipe.data.max_length
@@ -110,6 +111,8 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     soft = is_soft(recipe.loss)
     models = 2 if soft and teacher.logits else 1
 
+    # LoRA: base weights in their dtype, adapters in fp32. Full training: everything is in `weight`, and the LoRA part
+    # of the product is 0.
     weights = ((student.parameters - student.trained * lora) * weight + student.trained * trained_bytes * lora) / share
     gradients = student.trained * trained_bytes / share
     optimizer = recipe.train.optimizer
@@ -123,7 +126,9 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     if rounding is not None:
         states += rounding.states / share
     temporary = gradients if optimizer == "adamw_torch" else 0.0
+    # DDP keeps gradients a second time, flattened, for the all-reduce; FSDP reduces its shards in place.
     buckets = gradients if world > 1 and not sharded else 0.0
+    # FSDP2 gathers one layer's weights at a time, and the head's when the loss needs them.
     gathered = (student.linear / student.layers + student.head) * compute if sharded else 0.0
 
     # our LoRA layers keep each input once, as it is; PEFT's keep a copy of each adapted input, in fp32 without autocast
@@ -141,6 +146,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     activations = stream * student.layers if checkpointed else one_layer * student.layers
     layers = layer_memory(plan, share)
     activations += 2 * stream + tokens * teacher.token_bytes * soft + layers.states
+    # Checkpointing recomputes one layer in the backward: its activations come on top of the kept streams.
     again = one_layer if checkpointed else 0.0
     # gradients inside one layer: of the MLP's three wide tensors, and of the stream
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
@@ -157,6 +163,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     else:
         workspace = _workspace(plan, tokens, columns, int(head_gradient), models)
     if teacher.wide_head_gradient and autocast:
+        # the sum over chunks is in fp32 until the last one is added
         head_gradient *= 4 / weight
     if autocast:
         workspace += student.head * compute
@@ -166,9 +173,12 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     answering = student.parameters * weight if own is not None and sharded else 0.0
     held = teacher_weights + weights + states + layers.projections + buckets + rollouts + answering
     accumulated = gradients if accumulation > 1 else 0.0
+    # Three moments. In the loss: all activations, the workspace and dW, no gradient of a layer yet. At the start of the
+    # backward: dW and the first layer's gradients beside all activations. At its end: all gradients and one layer.
     forward = held + accumulated + copies + activations
     in_loss = forward + workspace + head_gradient + stream
     start = forward + head_gradient + 2 * stream + inside + again + gathered
+    # a tied weight gets two dense gradients, of the head and of the embedding, before autograd adds them
     dense = 2 * head_gradient if student.tied else head_gradient
     end = held + gradients + one_layer + inside + (dense if accumulation > 1 or student.tied else 0.0) + gathered
     parts = {
@@ -233,6 +243,7 @@ def _workspace(plan: DevicePlan, rows: int, columns: int, head_gradient: int, mo
         memory_bytes=plan.memory_bytes,
         weight_16_bit=narrow,
     )
+    # rows of the buffer are padded to 64 columns, so that each begins at 128 bytes
     width = -(-columns // 64) * 64
     numbers = models * 2 * chunks.chunk_rows * -(-columns // TILE) * 4
     extra = 0 if head_gradient else chunks.extra_rows  # these rows lie where dW comes to lie

@@ -257,6 +257,8 @@ class Engine:
         if not pieces:
             empty = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
             return [empty] * len(jobs)
+        # Documents of all requests are packed into rows as long as the longest: no padding inside rows, and every row
+        # full.
         lengths = np.array([len(piece.ids) for piece in pieces])
         groups = best_fit(lengths, int(lengths.max())) if self.packs else [np.array([n]) for n in range(len(pieces))]
         width = max(int(lengths[group].sum()) for group in groups)
@@ -269,10 +271,13 @@ class Engine:
             for number in group.tolist():
                 piece, stop = pieces[number], at + len(pieces[number].ids)
                 ids[row, at:stop], positions[row, at:stop] = piece.ids, np.arange(stop - at)
+                # where the document's requested rows lie in the flattened [rows, width] output
                 flat[number] = row * width + at + piece.query
                 at = stop
+            # Padding at a row's end is a document of its own: positions restart, so that nothing attends across.
             positions[row, at:] = np.arange(width - at)
         for number, piece in enumerate(pieces):
+            # back to the order of each job's own documents, whatever rows they were packed into
             places[piece.job].append(flat[number])
         batch = {"input_ids": _ids(ids, self.device)}
         if self.packs:

@@ -53,6 +53,8 @@ class DivergenceMonitor(TrainerCallback):
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Restore the state from the log history of a resumed run."""
         self.since, self._start, self._was_lower, self._in_a_row = None, None, False, {}
+        # A resumed run counts on from what it had logged: start, lowest perplexity and rows of bad figures follow from
+        # the log, so that no state of its own is saved.
         for entry in state.log_history:
             if list(self._look(entry)):
                 self.since = self.since or int(entry["step"])
@@ -82,14 +84,18 @@ class DivergenceMonitor(TrainerCallback):
         """Count the metrics of a log entry; yield in words those that were too high for `STEPS` entries."""
         if self._start is None and math.isfinite(first := logs.get(self.figure, math.nan)):
             self._start = first
+        # An entry is a training step's (it has `loss`) or an evaluation's, whose names begin with eval_.
         prefix, where = ("", "") if "loss" in logs else ("eval_", "held-out ")
         loss, entropy = logs.get(f"{prefix}{self.figure}"), logs.get(f"{prefix}cross_entropy")
         if loss is not None and self._start is not None:
+            # a start below 0 (a policy gradient's) does not lower the bound below the margin
             bound = TIMES * max(self._start, 0.0) + MARGIN
             if self._lasts(f"{prefix}{self.figure}", loss > bound):
                 name = f"{where}{self.figure.replace('_', '-')}"
                 yield f"{name} {loss:.4g}, above {TIMES:g} x its start of {self._start:.4g} + {MARGIN:g}"
         if entropy is not None:
+            # Random weights start at the logarithm of the vocabulary: only a student that has been better can fall
+            # back.
             self._was_lower = self._was_lower or entropy < self.limit - LOWER
             if self._lasts(f"{prefix}perplexity", self._was_lower and entropy >= self.limit - NEAR):
                 yield (

@@ -128,22 +128,32 @@ class StepGuard(StepListener):
             RunError: `limit` steps in a row were not finite.
         """
         assert self._loss is not None
+        # One number tells of all gradients: a NaN or infinity in any of them makes their norm one. The loss is added
+        # since a frozen part may hide it from the gradients.
         norm = norm_of(cached_parameters(model)) if self._norm is None else self._norm
         bad = (~torch.isfinite(norm.float() + self._loss)).float()
         flags = torch.stack([bad, torch.full_like(bad, float(self._stop_requested.is_set()))])
+        # Every rank must skip the same steps and stop after the same one, else the next collective waits for ever: the
+        # flags are summed, and read by all from the same sum.
         if self.ranks > 1:
             flags = self.reduce(flags)
         seen, self._batches, self._norm, self._loss = self._batches, [], None, None
         inner = getattr(optimizer, "optimizer", optimizer)
+        # The step before has long finished on the GPU: reading its flags now costs nothing, reading this step's would
+        # wait for the whole backward.
         self._read()  # of the step before
         if flags.device.type == "cuda" and _supports_found_inf(inner):
+            # The optimizer reads found_inf on the device and leaves weights and states as they are (the protocol of
+            # GradScaler).
             inner.found_inf = (flags[0] > 0).float()
+            # pinned, so that the copy is asynchronous; the event says when it may be read
             host = torch.empty(2, pin_memory=True)
             host.copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._waiting = (host, event, step, seen)
             return
+        # without found_inf: an optimizer leaves parameters without a gradient alone
         if flags[0] > 0:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -227,6 +237,7 @@ class StepGuard(StepListener):
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
+                # the second Ctrl-C: the handler that stood before, which may be the command's own
                 at_once = before[number]
                 return (at_once if callable(at_once) else signal.default_int_handler)(number, frame)
             self.interrupted = True
@@ -246,6 +257,7 @@ class StepGuard(StepListener):
                 os.close(nowhere)
 
         self.interrupted = False
+        # Handlers only set flags. The step's own code runs to its end, on every rank, and ends there together.
         handlers: dict[int, Callable[[int, FrameType | None], object]] = {signal.SIGTERM: end, signal.SIGINT: interrupt}
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = end
