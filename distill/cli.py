@@ -50,7 +50,7 @@ from distill.commands.arguments import (
 )
 from distill.core import console, launch, ranks
 from distill.core.errors import RunError, disk_line
-from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
+from distill.core.folders import RECIPE_FILE, has_begun, run_folder, runs_folder
 from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
 from distill.core.startup import paused_collection
@@ -195,7 +195,7 @@ def run(
     if resume_if_any:
         if name is None:
             raise ValueError("--resume-if-any: expected --name, which names the run to resume; got none")
-        resume = resume or (runs / name / RECIPE_FILE).is_file()
+        resume = resume or has_begun(runs / name)
     elif unverified and not resume:
         raise ValueError("--unverified: expected together with --resume; got no --resume")
     # rank 0 alone decides: another process may have made the folder already

@@ -38,7 +38,7 @@ from distill_kernels import tuning
 from distill.core import console
 from distill.core.errors import RunError
 from distill.core.files import write_text
-from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, check_folder_free, run_folder, runs_folder
+from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -70,9 +70,12 @@ from distill.training.lock_file import (
     build_lock,
     check_same,
     check_same_run,
+    check_same_teachers,
     locked_attention,
+    locked_data,
     read_lock,
 )
+from distill.training.resuming import finished_result, require_finished_student, resume_plan, resume_point
 from distill.training.step_guard import StepGuard
 from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
@@ -91,7 +94,6 @@ WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
 QUANTISE = "distill.training.quantise:quantise_for_training"
 REQUIRE_PROMPTS = "distill.generation.from_recipe:require_prompts"
 ROLLOUTS = "distill.generation.from_recipe:rollouts_from_recipe"
-RESUME_POINT = "distill.training.resuming:resume_point"
 TRANSLATED = "distill.training.error_translation:translated"
 
 
@@ -128,14 +130,20 @@ def run(
     *earlier, (folder, recipe) = stages = list(recipe.stage_runs(folder))
     if recipe.export is not None:
         resolve_name(CHECK_EXPORT)(stages)
+    before: tuple[Path, ...] = ()
     for own, stage in earlier:
-        finished = bool(resume) and broadcast_from_rank0((own / RESULT_FILE).is_file)
+        finished = bool(resume) and broadcast_from_rank0(lambda own=own: finished_result(own) is not None)
         if is_main_process():
-            console.print_lines(f"{'stage':<12}{own}{', finished' * finished}")
-        if not finished:
-            _run_one(stage, own, process, resume, None, plugin)
+            console.print_lines(f"{'stage':<12}{own}{', finished' if finished else ''}")
+        if finished:
+            _check_finished_stage(stage, own)
+        else:
+            _run_one(stage, own, process, resume, None, plugin, before)
+        # read before the next stage loads it: a damaged student would train on without a word
+        broadcast_from_rank0(lambda own=own: require_finished_student(own))
+        before = (*before, own)
     try:
-        result = _run_one(recipe, folder, process, resume, lock, plugin)
+        result = _run_one(recipe, folder, process, resume, lock, plugin, before)
     except SystemExit:  # of a run that was finished before, and may have been ended while it wrote its file
         _export(recipe, folder)
         raise
@@ -145,9 +153,29 @@ def run(
 
 def _export(recipe: Recipe, folder: Path) -> None:
     """Write the file of a finished run where the recipe has one, unless it is there already."""
-    finished, there = (folder / RESULT_FILE).is_file(), (folder / "export").is_dir()
-    if recipe.export is not None and finished and not there and is_main_process():
+    there = (folder / "export").is_dir()
+    if recipe.export is not None and is_main_process() and not there and finished_result(folder) is not None:
         resolve_name(EXPORT)(folder)
+
+
+def _check_finished_stage(recipe: Recipe, folder: Path) -> None:
+    """Check that a finished stage was made by this recipe, from these data; every rank reads them.
+
+    Its teacher is compared by the next stage that loads it, since that reads the weights anyway.
+
+    Raises:
+        ValueError: A setting or the data differ; the message names the first difference.
+    """
+    path = folder / LOCK_FILE
+    lock = read_lock(path)
+    resume_plan(recipe, folder, processes=lock["processes"])
+    vocabulary = source_of(recipe).vocabulary()
+    with console.announced("reading", recipe.data.source):
+        splits = vocabulary.read(recipe.data, recipe.train.seed)
+    data = locked_data(splits.train, vocabulary, splits.report.digest)
+    check_same(
+        {"data": lock["data"]}, {"data": data}, f"--resume: {path} (move {folder} away to train the stage again)"
+    )
 
 
 def _run_one(
@@ -157,6 +185,7 @@ def _run_one(
     resume: bool | Literal["unverified"],
     lock: Path | None,
     plugin: Path | None,
+    earlier: tuple[Path, ...] = (),
 ) -> RunResult:
     """Run a recipe without stages in `folder`; a stage that has not begun is not resumed."""
     user_code = None
@@ -164,7 +193,7 @@ def _run_one(
         user_code = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.active_on_policy)
     begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
-        phases = Run(recipe, Start(resume if begun else False, lock, user_code), run_lock, resources, process)
+        phases = Run(recipe, Start(resume if begun else False, lock, user_code, earlier), run_lock, resources, process)
         return phases.conclude(phases.train(phases.open(phases.prepare())))
 
 
@@ -192,7 +221,7 @@ class Run:
         resumed, last = None, None
         if self.start.resume:
             unverified = self.start.resume == "unverified"
-            resumed, last = resolve_name(RESUME_POINT)(recipe, self.run_lock, unverified=unverified)
+            resumed, last = resume_point(recipe, self.run_lock, unverified=unverified)
         if is_main_process():
             for line in unusual_settings(recipe):
                 log.warning(line)
@@ -353,6 +382,7 @@ class Run:
             return None
         if prepared.required is not None:
             check_same(prepared.required, locked, f"--lock {self.start.lock}")
+        check_same_teachers((stage / LOCK_FILE for stage in self.start.earlier), locked)
         own = self.run_lock.folder / LOCK_FILE
         if prepared.resumed is not None and own.exists():
             check_same_run(read_lock(own), locked, own)

@@ -28,11 +28,13 @@ class Start(NamedTuple):
         resume: Whether it continues an earlier run; "unverified": also from a checkpoint without a manifest.
         lock: Path of a lock.yaml that it must agree with.
         plugin: Loss functions, rewards or an environment of the user.
+        earlier: Folders of the stages before this one; empty for a run without stages, and for its first.
     """
 
     resume: bool | Literal["unverified"]
     lock: Path | None
     plugin: Plugin | None
+    earlier: tuple[Path, ...] = ()
 
 
 class Prepared(NamedTuple):

@@ -1,10 +1,11 @@
 """Recipes of several stages: each starts from the student before it, resumes to the bit, and is checked beforehand."""
 
+import errno
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_models
 from transformers import AutoConfig
 
@@ -13,6 +14,7 @@ from distill.core.folders import RECIPE_FILE
 from distill.models.precision.quantised_formats import read_saved
 from distill.recipe import RecipeError, dump, load, parse
 from distill.run import run
+from distill.training.error_translation import translated
 
 TEXT = "\n".join(f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
 RECIPE = """
@@ -100,6 +102,92 @@ def test_a_new_run_takes_the_next_folder_while_stages_are_unfinished(place):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert run_command(["run", "tiny.yaml", "train.steps=1", "train.save_every=null"]) == 0
     assert (place / "runs/tiny-2/student").is_dir() and not (place / "runs/tiny/student").exists()
+
+
+def end_before_the_last_stage(run_folder):
+    """Leave a run as it is when it ends between its second stage and its last."""
+    for path in run_folder.iterdir():
+        if path.name != "stages":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("stages.0.train={learning_rate: 1e-4}", "train.learning_rate"),
+        ("train.steps=6", "train.steps"),
+        ("data.max_length=16", "data.max_length"),
+        ("train.seed=9", "train.seed"),
+        ("train.tokens_per_step=64", "train.tokens_per_step"),
+        ("stages.1.student={from_teacher: {layers: 1}}", "student.from_teacher"),
+    ],
+)
+def test_a_finished_stage_is_resumed_with_its_own_settings_only(place, override, named, capsys):
+    end_before_the_last_stage(place / "runs/tiny")
+    assert run_command(["run", "tiny.yaml", override, "--resume"]) == 2
+    assert named in capsys.readouterr().err
+    assert not (place / "runs/tiny/student").exists()
+
+
+def test_a_finished_stage_is_resumed_with_its_own_data_only(place, capsys):
+    end_before_the_last_stage(place / "runs/tiny")
+    (place / "text.txt").write_text(TEXT.replace("teacher", "preacher"))
+    assert run_command(["run", "tiny.yaml", "--resume"]) == 2
+    assert "data" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
+
+
+def test_a_later_stage_is_refused_another_teacher_than_the_earlier_ones_had(place, capsys):
+    end_before_the_last_stage(place / "runs/tiny")
+    path = place / "teacher/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert run_command(["run", "tiny.yaml", "--resume"]) == 2
+    assert "teacher" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_result_is_no_finished_stage(place, finished, content, capsys):
+    end_before_the_last_stage(place / "runs/tiny")
+    (place / "runs/tiny/stages/1-prune/result.json").write_text(content)
+    assert run_command(["run", "tiny.yaml", "--resume"]) == 0
+    assert "1-prune, finished" not in capsys.readouterr().out
+    assert_same_student(place / "runs/tiny", finished / "runs/tiny")
+
+
+@pytest.mark.parametrize("stage", ["1-prune", "2-again"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_no_stage_starts_from_a_damaged_student(place, stage, name, capsys):
+    end_before_the_last_stage(place / "runs/tiny")
+    path = place / "runs/tiny/stages" / stage / "student" / name
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    assert run_command(["run", "tiny.yaml", "--resume"]) == 2
+    assert f"{name} is damaged" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
+
+
+def test_a_staged_run_may_be_moved(place, finished):
+    end_before_the_last_stage(place / "runs/tiny")
+    (place / "runs/tiny").rename(place / "runs/moved")
+    for name in ("result.json", "manifest.json"):  # the second stage has begun, from the first one's student
+        (place / "runs/moved/stages/2-again" / name).unlink()
+    assert run_command(["run", "tiny.yaml", "--name", "moved", "--resume"]) == 0
+    assert_same_student(place / "runs/moved", finished / "runs/tiny")
+
+
+def test_resume_if_any_continues_a_run_that_ended_before_its_last_stage(place, finished, capsys):
+    end_before_the_last_stage(place / "runs/tiny")
+    assert run_command(["run", "tiny.yaml", "--name", "tiny", "--resume-if-any"]) == 0
+    assert capsys.readouterr().out.count(", finished") == 2
+    assert_same_student(place / "runs/tiny", finished / "runs/tiny")
+
+
+def test_messages_in_a_stage_name_the_command_of_the_whole_run(place):
+    recipe = load("tiny.yaml")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    line = translated(full, recipe, place / "runs/tiny/stages/1-prune")
+    assert "with --name tiny --resume" in line and "1-prune --resume" not in line
 
 
 def test_stages_merge_settings_and_survive_dumping():

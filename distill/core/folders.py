@@ -110,7 +110,7 @@ def check_folder_free(folder: Path) -> None:
 
 def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
     if name is not None:
-        if not _has_begun(runs / name):
+        if not has_begun(runs / name):
             raise RecipeError([f"--resume: {runs / name} holds no run to resume (it has no {RECIPE_FILE})"])
         return runs / name
     latest = None
@@ -118,14 +118,20 @@ def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
         folder = runs / (recipe_name if number == 1 else f"{recipe_name}-{number}")
         if not _taken(folder):
             break
-        latest = folder if _has_begun(folder) else latest
+        latest = folder if has_begun(folder) else latest
     if latest is None:
         raise RecipeError([f"--resume: no run of {recipe_name} in {runs} to resume"])
     return latest
 
 
-def _has_begun(folder: Path) -> bool:
+def has_begun(folder: Path) -> bool:
+    """Return whether a folder holds a run that can be resumed: its recipe, or stages of a run that ended in one."""
     return (folder / RECIPE_FILE).is_file() or (folder / STAGES).is_dir()
+
+
+def root_of(folder: Path) -> Path:
+    """Return the folder of the whole run that a stage's folder belongs to; that of any other run is its own."""
+    return folder.parent.parent if folder.parent.name == STAGES else folder
 
 
 def _taken(folder: Path, but: str = RUN_LOCK) -> bool:

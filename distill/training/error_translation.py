@@ -11,7 +11,7 @@ import torch
 
 from distill.core.errors import DISK, disk_code
 from distill.core.files import free_bytes, mount_of
-from distill.core.folders import RECIPE_FILE
+from distill.core.folders import has_begun, root_of
 from distill.core.ranks import world_size
 from distill.core.startup import cache_root
 from distill.core.units import GIB
@@ -77,7 +77,7 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
         return f"{fault}{new or 'no setting of the recipe saves more'}. {ranked}"
     return (
         f"{fault}set {'; or '.join(lossless.values())}{new and f' ({new})'}. {ranked}. {whole[-1]} is kept: "
-        f"continue with the same command and --name {folder.name} --resume {next(iter(lossless))}"
+        f"continue with the same command and --name {root_of(folder).name} --resume {next(iter(lossless))}"
     )
 
 
@@ -135,8 +135,11 @@ def _fullest(recipe: Recipe, folder: Path) -> Path:
 
 
 def _continue(folder: Path) -> str:
+    """Return the rest of a message: how to go on. A stage is continued by the command of the whole run."""
+    run = root_of(folder)
     whole = checkpoints(folder) if folder.is_dir() else []
     if whole:
-        return f", then continue from {whole[-1]} with --resume"
-    begun = f", then start again with --name {folder.name} --resume, since {folder} has begun"
-    return begun if (folder / RECIPE_FILE).is_file() else ", then start again"
+        return f", then continue from {whole[-1]} with --name {run.name} --resume"
+    if has_begun(run):
+        return f", then start again with --name {run.name} --resume, since {run} has begun"
+    return ", then start again"

@@ -63,7 +63,7 @@ def build_lock(
     seed = recipe.train.seed
     return {
         "recipe": locked_recipe(recipe),
-        "data": {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(vocabulary)},
+        "data": locked_data(rows, vocabulary, source),
         "teacher": teacher.fingerprint(),
         "student": model_identity(student),
         "seeds": {
@@ -75,6 +75,11 @@ def build_lock(
         "processes": processes,
         "environment": environment(),
     }
+
+
+def locked_data(rows: Iterable[Mapping[str, Any]], vocabulary: Vocabulary, source: str) -> Plain:
+    """Return what a lock file holds of the data: hashes of source, tokenised rows, tokenizer, and the template."""
+    return {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(vocabulary)}
 
 
 def hash_rows(rows: Iterable[Mapping[str, object]]) -> str:
@@ -160,6 +165,30 @@ def check_same(locked: Mapping[str, object], now: Mapping[str, object], origin: 
         raise RecipeError([f"{origin}: {name} differs: locked {quote(old)}, here {quote(new)}"])
 
 
+def check_same_teachers(locks: Iterable[Path], now: Mapping[str, Any]) -> None:
+    """Check that the teacher of a stage has the weights that it had in the earlier stages with the same settings.
+
+    Args:
+        locks: Lock files of the earlier stages.
+        now: Content of this stage's lock file.
+
+    Raises:
+        ValueError: Something differs; the message names the first difference.
+    """
+    for path in locks:
+        before = read_lock(path)
+        if all(before["recipe"].get(name) == now["recipe"].get(name) for name in ("teacher", "teachers", "parallel")):
+            was = {"teacher": _without_attention(before["teacher"])}
+            check_same(was, {"teacher": _without_attention(now["teacher"])}, f"{path} of an earlier stage")
+
+
+def _without_attention(identity: Any) -> Any:
+    """Return a fingerprint without the attention back ends of its models, at any depth."""
+    if not isinstance(identity, Mapping):
+        return identity
+    return {name: _without_attention(value) for name, value in identity.items() if name != "attention"}
+
+
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
     """Check that a resumed run has the data and models that it began with; other versions are only logged.
 
@@ -171,9 +200,15 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path
     Raises:
         ValueError: Something differs; the message names the first difference.
     """
-    # the fingerprint of a sharded teacher depends on the number of shards
-    models = ("teacher", "student") if before["processes"] == now["processes"] else ()
-    for name in ("data", *models, "seeds"):
-        check_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to continue anyway)")
+    origin = f"--resume: {path} (move it away to continue anyway)"
+    moved = before["processes"] != now["processes"]
+    for name in ("data", "teacher", "student", "seeds"):
+        was = before[name]
+        present = now[name]
+        if moved and name in ("teacher", "student"):
+            # weights are hashed whole, however many ranks hold them; what attention they get may follow the layout
+            was = _without_attention(was)
+            present = _without_attention(present)
+        check_same({name: was}, {name: present}, origin)
     for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
         log.warning("%s was %s when the run began and is %s now: metrics may differ in rounding", name, old, new)

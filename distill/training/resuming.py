@@ -11,6 +11,7 @@ checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterru
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from transformers import TrainingArguments
 
 from distill.core import console
 from distill.core.errors import differences, quote
-from distill.core.folders import RECIPE_FILE, RESULT_FILE
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, root_of
+from distill.core.manifest import entry_mismatch, first_damaged_file
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.run_lock import RunLock
 from distill.models.head import bare
@@ -104,7 +106,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
         ValueError: A setting changed that must not; the message names it, the old and the new value.
     """
     path = folder / RECIPE_FILE
-    old = load(path)
+    old = _where_it_lies(load(path), recipe, folder)
     was, now = parse_yaml(dump(old), str(path)), parse_yaml(dump(recipe), "recipe")
     changed = tuple(differences(_by_teacher(was), _by_teacher(now)))
     for setting, before, after in changed:
@@ -120,6 +122,49 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     if any(name in STEP for name, _, _ in changed) or plan.processes != processes:
         _require_same_rows(old, plan, processes)
     return plan
+
+
+def _where_it_lies(old: Recipe, recipe: Recipe, folder: Path) -> Recipe:
+    """Return the old recipe with the student of the stage before named as the present one names it.
+
+    A later stage's `student.model` is a folder inside of the whole run's, which may have been moved or renamed since.
+    """
+    root = root_of(folder).absolute()
+    before = Path(old.student.model or "")
+    present = Path(recipe.student.model or "").absolute()
+    if not present.is_relative_to(root) or present == root:
+        return old
+    within = present.relative_to(root)
+    if before.parts[-len(within.parts) :] != within.parts:
+        return old
+    student = old.student.model_copy(update={"model": recipe.student.model})
+    return old.model_copy(update={"student": student})
+
+
+def finished_result(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a finished run's result.json; None where it is missing, empty, damaged or of no run."""
+    path = folder / RESULT_FILE
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(result, dict) and isinstance(result.get("files"), dict) and "after" in result
+    return result if whole and entry_mismatch(folder, RESULT_FILE) is None else None
+
+
+def require_finished_student(folder: Path) -> None:
+    """Check that the student of a finished run, which another stage starts from, has the bytes that were written.
+
+    Raises:
+        ValueError: A file of it is damaged or missing, or result.json, which has the checksums, is.
+    """
+    result = finished_result(folder)
+    fault = f"{RESULT_FILE} is damaged" if result is None else first_damaged_file(folder / "student", result["files"])
+    if fault is not None:
+        raise ValueError(
+            f"{folder / 'student'}: {fault}; the next stage would start from it: restore the file, or move {folder} "
+            "away to train that stage again"
+        )
 
 
 def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
@@ -240,4 +285,4 @@ def print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) 
 
 def is_finished(folder: Path, last: Path | None) -> bool:
     """Return whether a run is finished and has no checkpoint, so that resuming would repeat all of it."""
-    return last is None and (folder / RESULT_FILE).is_file()
+    return last is None and finished_result(folder) is not None
