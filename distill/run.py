@@ -36,17 +36,19 @@ from accelerate import PartialState
 from distill_kernels import tuning
 
 from distill.core import console
+from distill.core.ending import end_together
 from distill.core.errors import RunError
 from distill.core.files import write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.launch import drop_accelerate_settings
-from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
+from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
+from distill.objectives.plugin import allowed_plugin
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import require_settings
 from distill.recipe import Recipe, dump
@@ -57,7 +59,7 @@ from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
 from distill.run_phases import Loaded, Opened, Prepared, Start
 from distill.run_results import RunResult, RunResults
-from distill.teachers.capabilities import first_batch_lines, is_collective
+from distill.teachers.capabilities import first_batch_lines
 from distill.teachers.interface import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
@@ -73,6 +75,7 @@ from distill.training.lock_file import (
     check_same_teachers,
     locked_attention,
     locked_data,
+    locked_recipe,
     read_lock,
 )
 from distill.training.resuming import finished_result, require_finished_student, resume_plan, resume_point
@@ -88,7 +91,6 @@ log = logging.getLogger(__name__)
 # imported by a run that has use for them
 EXPORT = "distill.reports.served_file:export_run"
 CHECK_EXPORT = "distill.reports.served_file:check_export"
-ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
 TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
 WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
 QUANTISE = "distill.training.quantise:quantise_for_training"
@@ -121,10 +123,26 @@ def run(
         SystemExit: Code 0, after SIGTERM and a checkpoint, or where a finished run has nothing left to do.
     """
     transformers.utils.logging.disable_progress_bar()
-    if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
-        resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.active_on_policy)
     drop_accelerate_settings(os.environ)
     process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
+    with end_together():
+        return _run_stages(recipe, process, name=name, resume=resume, lock=lock, plugin=plugin)
+
+
+def _run_stages(
+    recipe: Recipe,
+    process: PartialState,
+    *,
+    name: str | None,
+    resume: bool | Literal["unverified"],
+    lock: Path | None,
+    plugin: Path | None,
+) -> RunResult:
+    """Run the stages of a recipe that are not finished, and write the file that it names."""
+    # the recipe has the hashes of the user's files, as this rank has read them
+    require_equal_on_ranks({"recipe": locked_recipe(recipe)})
+    if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
+        allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
     runs = runs_folder(recipe.output_dir)
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
     *earlier, (folder, recipe) = stages = list(recipe.stage_runs(folder))
@@ -190,7 +208,7 @@ def _run_one(
     """Run a recipe without stages in `folder`; a stage that has not begun is not resumed."""
     user_code = None
     if recipe.runs_code or plugin is not None:
-        user_code = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.active_on_policy)
+        user_code = allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
     begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         phases = Run(recipe, Start(resume if begun else False, lock, user_code, earlier), run_lock, resources, process)
@@ -367,18 +385,18 @@ class Run:
         Returns:
             None on all processes but the first.
         """
-        locked = None
-        if is_main_process() or is_collective(pair.teacher):  # collective: a sharded teacher is gathered for its hash
-            locked = build_lock(
-                self.recipe,
-                teacher=pair.teacher,
-                student=pair.student,
-                vocabulary=pair.vocabulary,
-                rows=prepared.splits.train,
-                processes=world_size(),
-                source=prepared.splits.report.digest,
-            )
-        if locked is None or not is_main_process():
+        locked = build_lock(
+            self.recipe,
+            teacher=pair.teacher,
+            student=pair.student,
+            vocabulary=pair.vocabulary,
+            rows=prepared.splits.train,
+            processes=world_size(),
+            source=prepared.splits.report.digest,
+        )
+        # each rank hashes what it has read itself: another file behind the same path would train on without a word
+        require_equal_on_ranks({name: locked[name] for name in ("data", "teacher", "student")})
+        if not is_main_process():
             return None
         if prepared.required is not None:
             check_same(prepared.required, locked, f"--lock {self.start.lock}")

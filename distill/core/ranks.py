@@ -8,8 +8,10 @@ import datetime
 import os
 import sys
 import threading
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from distill.core.errors import differences, quote
 
 T = TypeVar("T")
 
@@ -58,6 +60,29 @@ def run_on_rank0(make: Callable[[], T]) -> T | None:
     if fault[0]:
         raise ValueError(fault[0])
     return result
+
+
+def require_equal_on_ranks(own: Mapping[str, object]) -> None:
+    """Check that every rank has the same values as rank 0; every rank calls it.
+
+    Args:
+        own: This rank's values by name, plain data.
+
+    Raises:
+        ValueError: On every rank, with the first rank that differs, the value's name with dots, and both values.
+    """
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, own)
+    for rank, values in enumerate(every):
+        for name, first, other in differences(every[0], values):
+            raise ValueError(
+                f"rank {rank}: {name} differs from rank 0's: expected {quote(first)}, got {quote(other)}; every "
+                "process of a run needs the same recipe, data, weights and files"
+            )
 
 
 def restart_store() -> dict[str, object]:
