@@ -1,14 +1,19 @@
 """A user's reward function: what it is given of the data's rows, and what its faults are told as."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 from test_on_policy import COLLATE
 from tiny import tiny_tokenizer
 
+from distill.core.launch import is_running
 from distill.data.load import load_data
 from distill.generation.documents import documents_of
-from distill.generation.function_calls import FunctionInput, RewardFunction
+from distill.generation.environment import EnvironmentFunction
+from distill.generation.function_calls import Call, FunctionInput, RewardFunction
 from distill.generation.reward_rows import rewards_from_recipe
 from distill.recipe import parse
 
@@ -41,6 +46,8 @@ def test_a_function_gets_prompt_answer_and_row(tmp_path):
         ("def mine(p, a, r):\n    return r['missing']\n", r"row 17 of x\.jsonl: line 2: KeyError: 'missing'"),
         ("def mine(p, a, r):\n    return float('nan')\n", r"row 17 of x\.jsonl: expected a finite number, got nan"),
         ("def mine(p, a, r):\n    return 1e999\n", r"row 17 of x\.jsonl: expected a finite number, got inf"),
+        ("def mine(p, a, r):\n    return 1e308\n", r"row 17 of x\.jsonl: expected a number from -1e\+30 to 1e\+30"),
+        ("import os, time\ndef mine(p, a, r):\n    os.closerange(0, 99)\n    time.sleep(60)\n", "closed its output"),
         ("def mine(p, a, r):\n    pass\n", r"row 17 of x\.jsonl: TypeError: expected a number, got NoneType"),
         ("def mine(p, a, r):\n    return '1'\n", r"row 17 of x\.jsonl: TypeError: expected a number, got str"),
         ("def mine(p, a):\n    return 1\n", r"row 17 of x\.jsonl: TypeError: mine\(\) takes 2 positional"),
@@ -60,6 +67,84 @@ def test_what_a_function_does_wrong_is_one_line(tmp_path, body, message):
     with pytest.raises(ValueError, match=rf"^loss\.terms: reward .*mine\.py:mine.*{message}") as caught:
         called(tmp_path, body, timeout=timeout)
     assert "\n" not in str(caught.value)
+
+
+FORKS = """
+import os
+def mine(prompt, answer, row):
+    if row["number"] == 0:
+        os.fork()  # and the copy returns, too
+    return row["number"]
+"""
+
+
+def test_replies_belong_to_their_calls_also_after_a_fork(tmp_path):
+    file = tmp_path / "mine.py"
+    inputs = [ONE._replace(row={"number": number}) for number in range(5)]
+    with RewardFunction(file, FORKS.encode(), "mine", 20.0, workers=1) as function:
+        assert function(inputs) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert function(inputs) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_large_request_to_a_process_that_reads_nothing_has_the_same_time_limit(tmp_path):
+    """The pipe holds 64 KiB: writing more waits for a reader."""
+    body = "import time\ntime.sleep(0.5)\ndef mine(p, a, r):\n    time.sleep(60)\n"
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="no response within 1 s"):
+        called(tmp_path, body, ONE._replace(answer="x" * 1_000_000), timeout=1.0)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_file_with_a_byte_order_mark_is_read_and_one_in_another_encoding_is_refused(tmp_path):
+    body = "def mine(p, a, r):\n    return 1.0  # \u00fc\n"
+    file = tmp_path / "mine.py"
+    with RewardFunction(file, body.encode("utf-8-sig"), "mine", 20.0) as function:
+        assert function([ONE]) == [1.0]
+    with (
+        RewardFunction(file, body.encode("latin-1"), "mine", 20.0) as function,
+        pytest.raises(ValueError, match=r"mine\.py:mine: expected a Python file in UTF-8"),
+    ):
+        function([ONE])
+
+
+def test_a_reply_with_half_a_surrogate_pair_is_refused(tmp_path):
+    body = "def mine(messages, tools, row):\n    return [{'role': 'user', 'content': 'a\\ud800'}]\n"
+    with (
+        EnvironmentFunction(tmp_path / "mine.py", body.encode(), "mine", 20.0) as function,
+        pytest.raises(ValueError, match="expected texts that UTF-8 can hold"),
+    ):
+        function.call([Call("row 1", [[], [], {}])])
+
+
+OWNER = """
+import pathlib
+from distill.generation.function_calls import FunctionInput, RewardFunction
+body = pathlib.Path("mine.py").read_bytes()
+RewardFunction(pathlib.Path("mine.py"), body, "mine", 600.0)([FunctionInput("row 1", "q", "a", {})])
+"""
+ENDLESS = """
+import os, pathlib, subprocess, time
+def mine(p, a, r):
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path("pids.new").write_text(f"{os.getpid()} {child.pid}")
+    os.rename("pids.new", "pids")
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_the_processes_of_a_function_end_with_a_run_that_is_killed(tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path)
+    until = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    owner.kill()
+    owner.wait()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert [pid for pid in pids if is_running(pid)] == []
 
 
 # ------------------------------------------------------------------ rows

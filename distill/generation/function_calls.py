@@ -8,13 +8,16 @@ A process that dies or takes too long is ended, and the run with it: one line na
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,7 @@ from distill.generation import function_worker
 
 IMPORT_TIMEOUT = 120.0  # time limit of the file's imports, in seconds
 MAX_WORKERS = 4
+LARGEST_REWARD = 1e30  # advantages and their products with log-probabilities are float32
 
 
 class Call(NamedTuple):
@@ -139,6 +143,12 @@ class RewardFunction(UserFunction):
             if not math.isfinite(value):
                 self.close()
                 raise ValueError(f"{self.error_prefix(each.location)}: expected a finite number, got {value}")
+            if abs(value) > LARGEST_REWARD:
+                self.close()
+                raise ValueError(
+                    f"{self.error_prefix(each.location)}: expected a number from {-LARGEST_REWARD:g} to "
+                    f"{LARGEST_REWARD:g}, got {value:g}"
+                )
         return values
 
 
@@ -154,41 +164,73 @@ class _Worker:
             text=True,
             encoding="utf-8",
             env=os.environ | {"PYTHONHASHSEED": "0"},
+            start_new_session=True,  # a group of its own: what the function starts ends with it
         )
+        self.calls = 0
         self.end = weakref.finalize(self, _end, self.process)
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
         start: dict[str, object] = {
             "file": str(function.file),
-            "code": function.code.decode(),
+            "code": _source_of(function),
             "function": function.name,
         }
         start["returns"] = function.returns
         self._exchange(start, IMPORT_TIMEOUT, "")
 
     def call(self, call: Call) -> Any:
-        return self._exchange({"arguments": call.arguments}, self.function.timeout, call.location)["value"]
+        self.calls += 1
+        sent = {"call": self.calls, "arguments": call.arguments}
+        return self._exchange(sent, self.function.timeout, call.location)["value"]
 
     def _exchange(self, sent: dict[str, object], seconds: float, location: str) -> dict[str, Any]:
+        """Send a request and return the reply to it.
+
+        The whole exchange has one deadline. A timer ends the process there, since a process that reads nothing blocks
+        the writing of a large request, and one that closed its pipes but goes on would be waited for.
+        """
         prefix = self.function.error_prefix(location)
+        deadline = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self.end)
+        timer.daemon = True
+        timer.start()
+        try:
+            found = self._reply(sent, deadline)
+        finally:
+            timer.cancel()
+        if found is None:
+            limit = self.function.limit if location else "the limit for its imports"
+            if time.monotonic() >= deadline:
+                self.end()
+                raise ValueError(f"{prefix}: no response within {seconds:g} s ({limit})")
+            code = self.process.poll()
+            self.end()
+            how = "closed its output" if code is None else f"ended with exit code {code}"
+            raise ValueError(f"{prefix}: its process {how}")
+        if "error" in found:
+            raise ValueError(f"{prefix}: {found['error']}")
+        return found
+
+    def _reply(self, sent: dict[str, object], deadline: float) -> dict[str, Any] | None:
+        """Return the reply to a request; None where the process ends, closes its output, or is late."""
         try:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(sent) + "\n")
             self.process.stdin.flush()
-            line = self.lines.get(timeout=seconds)
-        except queue.Empty:
-            self.end()
-            limit = self.function.limit if location else "the limit for its imports"
-            raise ValueError(f"{prefix}: no response within {seconds:g} s ({limit})") from None
-        except OSError:
-            line = ""
-        if not line:
-            code = self.process.wait()
-            raise ValueError(f"{prefix}: its process ended with exit code {code}")
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise ValueError(f"{prefix}: {found['error']}")
-        return found
+            while True:
+                line = self.lines.get(timeout=max(deadline - time.monotonic(), 0.0))
+                if not line:
+                    # the end of its output comes just before the end of the process
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(timeout=min(1.0, max(deadline - time.monotonic(), 0.0)))
+                    return None
+                found: dict[str, Any] = json.loads(line)
+                if found.get("call") == sent.get("call"):  # another number is the reply of a copy of the process
+                    return found
+                if "error" in found and "call" not in found:
+                    return found
+        except (queue.Empty, OSError):
+            return None
 
 
 def _listen(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
@@ -206,6 +248,22 @@ def _lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
         return
 
 
+def _source_of(function: UserFunction) -> str:
+    """Return the code of a function's file as text.
+
+    Raises:
+        ValueError: It is not UTF-8.
+    """
+    try:
+        return function.code.decode("utf-8-sig")  # a byte order mark is no part of the code
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{function.error_prefix()}: expected a Python file in UTF-8, got {error.reason}") from None
+
+
 def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a process and all that it has started."""
+    if process.poll() is None and hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()

@@ -1,26 +1,32 @@
 """Process that calls a user's function: `python function_worker.py`, with JSON lines as its protocol.
 
 The first line it reads names the file, its code, the function and what it returns (`number` or `messages`); it replies
-`{"ready": true}`. Each later line holds the `arguments` of a call; it replies `{"value": ...}`. Any failure is
-`{"error": text}`. Output of the function goes to standard error. It imports the standard library alone, and ends with
-its standard input.
+`{"ready": true}`. Each later line holds the `arguments` of a call and its number, `call`; it replies `{"value": ...}`
+with the same number. Any failure is `{"error": text}`. Output of the function goes to standard error. It imports the
+standard library alone, and ends with its standard input, or with the process that started it, however that ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 import types
 from collections.abc import Callable
 from typing import IO
 
 MAX_BYTES = 1 << 20  # of the messages that one call returns, as JSON
+OWNER_S = 0.5  # between two looks for the process that started this one
 
 
 def main() -> None:
     """Reply to requests until standard input ends."""
+    threading.Thread(target=_end_with_owner, args=(os.getppid(),), daemon=True).start()
+    own = os.getpid()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what user code and C libraries print is kept out of the replies
     lines = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -30,13 +36,35 @@ def main() -> None:
     except BaseException as error:  # user code may raise anything, SystemExit too
         _write_line(out, {"error": _error_text(error, given["file"])})
         return
+    _leave_if_forked(own)
     _write_line(out, {"ready": True})
     read = _messages if given["returns"] == "messages" else _number
     for line in lines:
+        request = json.loads(line)
         try:
-            _write_line(out, {"value": read(function(*json.loads(line)["arguments"]))})
+            reply: dict[str, object] = {"value": read(function(*request["arguments"]))}
         except BaseException as error:
-            _write_line(out, {"error": _error_text(error, given["file"])})
+            reply = {"error": _error_text(error, given["file"])}
+        _leave_if_forked(own)
+        _write_line(out, {"call": request["call"], **reply})
+
+
+def _leave_if_forked(own: int) -> None:
+    """End a copy of this process that the function has forked and let return: it would reply and read requests."""
+    if os.getpid() != own:
+        os._exit(0)
+
+
+def _end_with_owner(owner: int) -> None:
+    """End this process and all that the function started, once the process that started it is gone.
+
+    A function that computes or waits for ever does not see the end of its standard input.
+    """
+    while os.getppid() == owner:
+        time.sleep(OWNER_S)
+    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():  # a group of its own, which holds what it started
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _load(file: str, code: str, name: str) -> Callable[[object, str, object], object]:
@@ -74,6 +102,10 @@ def _messages(value: object) -> list[dict[str, object]] | None:
             raise ValueError(f"expected a message of a role other than assistant, got {role!r}")
         if not isinstance(content, str):
             raise TypeError(f"expected a text as content of a message, got {type(content).__name__}")
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a pair of UTF-16, which no tokenizer takes
+        raise ValueError(f"expected texts that UTF-8 can hold, got {error.object[error.start]!r} in one") from None
     size = len(json.dumps(messages))
     if size > MAX_BYTES:
         raise ValueError(f"expected messages of at most {MAX_BYTES:,} bytes, got {size:,}")
