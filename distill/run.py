@@ -28,7 +28,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Literal
 
 import transformers
@@ -44,13 +43,16 @@ from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
+from distill.generation.from_recipe import require_prompts, rollouts_from_recipe
 from distill.models.gpu_specs import runs_our_kernels
+from distill.models.load.meta_models import warn_of_mismatch
 from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.objectives.plugin import allowed_plugin
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import require_settings
+from distill.planning.teacher_server import teacher_servers
 from distill.recipe import Recipe, dump
 from distill.recipe.unusual_values import unusual_settings
 from distill.recipe.yaml_text import to_yaml
@@ -65,6 +67,7 @@ from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
+from distill.training.error_translation import translated
 from distill.training.failure_checkpoint import checkpoint_on_failure
 from distill.training.lock_file import (
     LOCK_FILE,
@@ -78,6 +81,7 @@ from distill.training.lock_file import (
     locked_recipe,
     read_lock,
 )
+from distill.training.quantise import quantise_for_training
 from distill.training.resuming import finished_result, require_finished_student, resume_plan, resume_point
 from distill.training.step_guard import StepGuard
 from distill.training.step_listeners import run_listeners
@@ -87,16 +91,6 @@ from distill.training.transformers_compat import without_known_warnings
 __all__ = ["Run", "RunResult", "run"]
 
 log = logging.getLogger(__name__)
-
-# imported by a run that has use for them
-EXPORT = "distill.reports.served_file:export_run"
-CHECK_EXPORT = "distill.reports.served_file:check_export"
-TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
-WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
-QUANTISE = "distill.training.quantise:quantise_for_training"
-REQUIRE_PROMPTS = "distill.generation.from_recipe:require_prompts"
-ROLLOUTS = "distill.generation.from_recipe:rollouts_from_recipe"
-TRANSLATED = "distill.training.error_translation:translated"
 
 
 def run(
@@ -147,7 +141,9 @@ def _run_stages(
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
     *earlier, (folder, recipe) = stages = list(recipe.stage_runs(folder))
     if recipe.export is not None:
-        resolve_name(CHECK_EXPORT)(stages)
+        from distill.reports.served_file import check_export  # gguf takes a fifth of a second
+
+        check_export(stages)
     before: tuple[Path, ...] = ()
     for own, stage in earlier:
         finished = bool(resume) and broadcast_from_rank0(lambda own=own: finished_result(own) is not None)
@@ -173,7 +169,9 @@ def _export(recipe: Recipe, folder: Path) -> None:
     """Write the file of a finished run where the recipe has one, unless it is there already."""
     there = (folder / "export").is_dir()
     if recipe.export is not None and is_main_process() and not there and finished_result(folder) is not None:
-        resolve_name(EXPORT)(folder)
+        from distill.reports.served_file import export_run  # gguf takes a fifth of a second
+
+        export_run(folder)
 
 
 def _check_finished_stage(recipe: Recipe, folder: Path) -> None:
@@ -245,10 +243,10 @@ class Run:
                 log.warning(line)
             for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
                 if section.config is not None:
-                    resolve_name(WARN_OF_MISMATCH)(section, field)
+                    warn_of_mismatch(section, field)
         require_settings(recipe.train, recipe.data, world_size())  # refused before the data are read
         if recipe.parallel.teacher == "served":
-            self.resources.enter_context(resolve_name(TEACHER_SERVERS)(recipe, device))
+            self.resources.enter_context(teacher_servers(recipe, device))
         # cuBLAS reads the determinism setting at its first GEMM, so it is set before the models are loaded
         (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(
             recipe.train.seed
@@ -265,7 +263,7 @@ class Run:
             os.environ.pop("ACCELERATE_USE_FSDP", None)
         calibration = calibration_of(recipe, splits)
         if recipe.data.active_on_policy is not None:
-            resolve_name(REQUIRE_PROMPTS)(recipe, vocabulary.tokenizer, splits.report.format)
+            require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
         attention, precision = AttentionChoices(recipe, recorded), resolve_precision(recipe, device)
         context = LoadContext(device, precision, plan.placement, attention, calibration)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
@@ -288,12 +286,12 @@ class Run:
         trainer.remove_callback(transformers.PrinterCallback)
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
-            notes.append(resolve_name(QUANTISE)(trainer, recipe.student.quantise, splits.train, resumed=resumed))
+            notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         with console.spinner("patching the models, trying the first batch"):
             lines = self._prepare_models(prepared, pair, trainer)
         rollouts = None
         if recipe.data.active_on_policy is not None:
-            rollouts = resolve_name(ROLLOUTS)(
+            rollouts = rollouts_from_recipe(
                 recipe,
                 pair.student,
                 pair.tokenizer,
@@ -451,6 +449,7 @@ def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (line := resolve_name(TRANSLATED)(error, recipe, folder)) is None:
+        line = translated(error, recipe, folder)
+        if line is None:
             raise
         raise RunError(line) from error
