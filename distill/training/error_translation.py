@@ -139,7 +139,8 @@ def _continue(folder: Path) -> str:
     run = root_of(folder)
     whole = checkpoints(folder) if folder.is_dir() else []
     if whole:
-        return f", then continue from {whole[-1]} with --name {run.name} --resume"
+        name = "" if run == folder else f"--name {run.name} "
+        return f", then continue from {whole[-1]} with {name}--resume"
     if has_begun(run):
         return f", then start again with --name {run.name} --resume, since {run} has begun"
     return ", then start again"
