@@ -30,7 +30,7 @@ from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.routes import RoutedTeacher
-from distill.teachers.interface import load_context
+from distill.teachers.load_context import load_context
 from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.rows.retokenised.encode import PairEncoder
 from distill.teachers.rows.retokenised.teacher import CrossTeacher

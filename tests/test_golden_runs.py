@@ -70,7 +70,7 @@ REWARDED = (
 )
 ENVIRONMENT = (
     "data: {source: chats.jsonl, chat_template: chat.jinja, max_length: 256, cache: false, validation: {fraction: 0.1},"
-    " on_policy: {environment: 'code.py:roll', max_new_tokens: 40, stop: %s}}\n" % list("aeiourstln")
+    " on_policy: {environment: 'code.py:roll', max_new_tokens: 40, stop: [a, e, i, o, u, r, s, t, l, n]}}\n"
 ) + COMMON.replace("128", "1024")
 SOURCES = (
     "data: {sources: [{source: text.txt}, {source: pairs.jsonl, weight: 3, fields: {prompt: question, completion: "

@@ -22,8 +22,7 @@ from distill.models.precision.dtypes import resolve_device
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.teachers.backends.fp8 import Fp8Teacher, Offer, fp8_offers
-from distill.teachers.capabilities import quantise_layers
-from distill.teachers.interface import load_context
+from distill.teachers.load_context import load_context
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
 
@@ -83,7 +82,7 @@ def probe(recipe: Recipe) -> ProbeResult:
         )
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)
-        quantise_layers(pair.teacher)
+        pair.teacher.quantise()
         if recipe.student.compute == "fp8":
             compute_in_fp8(pair.student)
         torch.cuda.reset_peak_memory_stats(device)

@@ -25,7 +25,7 @@ from distill.generation.documents import Readers
 from distill.models.patch.packed import isolates_documents
 from distill.objectives.losses import is_soft
 from distill.recipe.loss import Loss
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective, as_teacher
 
 Gradients = dict[str, torch.Tensor]

@@ -27,8 +27,8 @@ from distill.models.load.vocabulary import compare
 from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
 from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
+from distill.teachers.base import Teacher
 from distill.teachers.combination.mixture import MixtureFormat
-from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance

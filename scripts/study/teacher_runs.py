@@ -35,7 +35,7 @@ from distill.teachers.backends.stored.plan import head_of
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.backends.stored.source import StoredSource
-from distill.teachers.interface import LoadContext
+from distill.teachers.load_context import LoadContext
 from distill.teachers.opening import ModelPair
 from distill.teachers.vocabulary import Vocabulary
 from scripts.study.runs import Bench, Judged, free, row_of, train

@@ -12,6 +12,8 @@ An fp8 teacher is loaded in 16 bits and then quantised, or layer by layer where 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from distill.models.gpu_specs import has_fp8
 from distill.models.load.meta_models import meta_student
 from distill.models.precision.dtypes import Precision
@@ -19,8 +21,10 @@ from distill.models.precision.fp8_teacher import find_skipped
 from distill.models.shape import USABLE, Shape
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.backends.local import ModelSource
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
+
+if TYPE_CHECKING:
+    from distill.teachers.backends.local import ModelSource
 
 
 def model_footprint(source: ModelSource, context: FootprintContext) -> Footprint:

@@ -40,8 +40,9 @@ from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig
 from distill.teachers.backends.served.protocol import tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
 from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
+from distill.teachers.base import Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
-from distill.teachers.interface import LoadContext, Teacher
+from distill.teachers.load_context import LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 FIELD = "parallel.teacher"
