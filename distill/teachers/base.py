@@ -21,7 +21,6 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -97,7 +96,7 @@ class Teacher:
     """
 
     format: TargetFormat
-    models: Mapping[str, nn.Module] = MappingProxyType({})
+    models: Mapping[str, nn.Module] = {}  # read only, as its type says; a proxy could not be copied
     stored_head: StoredHead | None = None
     tokenizer: Any = None
     rows: AcceptedRows = AcceptedRows()
