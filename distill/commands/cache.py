@@ -70,7 +70,6 @@ def cache(
         raise typer.Exit(launch.restart(processes))
     from distill.caching.make import load, make_cache, ready
 
-
     first = ranks.is_main_process()
     quiet = as_json or not first
     with contextlib.nullcontext() if quiet else console.spinner("loading teacher, student and data"):

@@ -14,7 +14,7 @@ import torch
 from transformers import PrinterCallback
 
 from distill.core.console import spinner
-from distill.data.collator import Collator, padding_token
+from distill.data.collator import Collator, move_batch, padding_token
 from distill.models.gpu_specs import family_in, runs_our_kernels
 from distill.models.load.quantised import is_quantised
 from distill.models.patch.patching import patch
@@ -120,7 +120,7 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
             patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
         collate = Collator(padding_token(vocabulary.tokenizer, teacher.model.config), omit_plain_positions=True)
         batch = collate([rows[index] for index in range(min(recipe.train.batch_size, len(rows)))])
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        batch = move_batch(batch, device)
         return fp8_offers(teacher.model, teacher.hidden, batch, _milliseconds if device.type == "cuda" else None)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 
@@ -170,7 +170,7 @@ def _sums(
             yield collator([rows[row] for row in range(start, min(start + batch_size, len(rows)))])
 
     for number, batch in zip(own, objective.prefetch(batches()), strict=True):
-        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        inputs = move_batch(batch, device)
         output = student(**objective.student_inputs(inputs, num_items=1))
         counts = number < len(starts)
         sums += torch.cat([output["statistics"].double(), count_trained_tokens(inputs).double()[None]]) * counts

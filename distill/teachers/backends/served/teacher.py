@@ -72,7 +72,7 @@ class ServerTeacher(Teacher):
             else HiddenFormat(self.stored_head, transform)
         )
         self.transform = transform
-        self._pending: OrderedDict[int, tuple[TargetRequest, Answer]] = OrderedDict()
+        self._pending: OrderedDict[TargetRequest, Answer] = OrderedDict()  # not collected yet, the oldest first
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         """Return a copy of the same servers' teacher, which shares the connections."""
@@ -87,16 +87,17 @@ class ServerTeacher(Teacher):
 
     def prefetch(self, batch: Batch) -> None:
         query = self._asked(batch)
-        if len(query.rows) and id(query) not in self._pending:
-            self._pending[id(query)] = query, self.client.ask(query)
+        if len(query.rows) and query not in self._pending:
+            self._pending[query] = self.client.ask(query)
             while len(self._pending) > MOST_PENDING:
                 self._pending.popitem(last=False)
 
     def prefetch_error(self, batches: Sequence[Batch]) -> str | None:
         for batch in batches:
-            if (waiting := self._pending.get(id(self._asked(batch)))) is not None:
+            answer = self._pending.get(self._asked(batch))
+            if answer is not None:
                 try:
-                    waiting[1].result()
+                    answer.result()
                 except TeacherUnavailableError as gone:
                     return str(gone)
         return None
@@ -123,8 +124,8 @@ class ServerTeacher(Teacher):
         """
         if not len(query.rows):
             return self.client.spec.nothing()
-        _, answer = self._pending.pop(id(query), (None, None))
-        return (answer or self.client.ask(query)).result()
+        answer = self._pending.pop(query, None) or self.client.ask(query)
+        return answer.result()
 
     @staticmethod
     def _asked(batch: Batch) -> TargetRequest:

@@ -46,14 +46,13 @@ MOST_READ = 64  # micro-batches that were not collected
 
 
 class RowDocuments:
-    """The documents of each row of a batch, on the host whatever device the batch goes to."""
+    """The documents of each row of a batch: a column in host memory, and the batch's identity while it is read ahead.
+
+    No sequence: those are taken apart where the tensors of a batch are moved.
+    """
 
     def __init__(self, rows: Sequence[Sequence[Document]]) -> None:
         self.rows = rows
-
-    def to(self, *_: object, **__: object) -> RowDocuments:
-        """Return itself."""
-        return self
 
 
 def documents_in(batch: Batch) -> RowDocuments:
