@@ -209,7 +209,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     )
     for device in (torch.device("cuda", 0), torch.device("cpu")):
         context = LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe))
-        model.ModelSource(recipe).load(context)
+        model.LocalPlan(recipe).load(context)
     assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]
 
 

@@ -25,7 +25,7 @@ from distill.teachers.backends.stored.archived import section_to_load
 from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
 from distill.teachers.backends.stored.plan import LogitHead, head_of
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.source import StoredSource
+from distill.teachers.backends.stored.source import StoredPlan
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.base import Teacher
@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
     recipe: Recipe
     splits: Splits
     pair: ModelPair
-    keep: StoredSource
+    keep: StoredPlan
     backend: Teacher
     context: LoadContext
     vocabulary: Vocabulary
@@ -107,7 +107,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
         PartialState(cpu=device.type == "cpu")
     context = LoadContext(device, precision, placement, choices, calibration_of(recipe, splits))
     pair = open_pair(source_of(recipe), vocabulary, context)
-    (keep,) = (plan for plan in stored.unwrap_all() if isinstance(plan, StoredSource))
+    (keep,) = (plan for plan in stored.unwrap_all() if isinstance(plan, StoredPlan))
     *_, backend = pair.teacher.unwrap_all()
     inside, student_transform = vocabulary.of_backend(), probe_logits(pair.student, "student")
     return Loaded(recipe, splits, pair, keep, backend, context, inside, head_of(backend), student_transform)

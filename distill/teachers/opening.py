@@ -66,7 +66,7 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
     """Load teacher and student, and check that they can be compared.
 
     Args:
-        source: Source of the recipe's teacher.
+        source: Plan of the recipe's teacher.
         vocabulary: Vocabulary of the source; tokenizers are compared before weights are read.
         context: device, dtypes and placement.
 

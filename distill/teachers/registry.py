@@ -38,9 +38,9 @@ def source_of(recipe: Recipe, *, stores: Stores = "as set") -> TeacherPlan:
     members = [source_for(recipe, section, field, stores) for field, section in description.members.items()]
     if not recipe.teachers:
         return members[0]
-    from distill.teachers.combination.source import SeveralSource  # imports the data of routes
+    from distill.teachers.combination.source import SeveralPlan  # imports the data of routes
 
-    return SeveralSource(recipe, description, members)
+    return SeveralPlan(recipe, description, members)
 
 
 def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stores = "as set") -> TeacherPlan:
@@ -57,17 +57,17 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stor
     is_stored = section.online_cache is not None or stores == "everywhere"
     # the imports below are of what few recipes have
     if is_stored or (section.is_loaded and section.top_k is not None):
-        from distill.teachers.backends.stored.source import StoredSource
+        from distill.teachers.backends.stored.source import StoredPlan
 
-        plan = StoredSource(plan, section, field, writes=stores == "as set")
+        plan = StoredPlan(plan, section, field, writes=stores == "as set")
     if section.context is not None:
-        from distill.teachers.rows.context.teacher import ContextSource
+        from distill.teachers.rows.context.teacher import ContextPlan
 
-        plan = ContextSource(plan, section.context)
+        plan = ContextPlan(plan, section.context)
     if recipe.student.vocabulary == "cross" and not recipe.teachers:  # on routes by the tokenizer of each teacher
-        from distill.teachers.rows.retokenised.teacher import CrossSource
+        from distill.teachers.rows.retokenised.teacher import CrossPlan
 
-        plan = CrossSource(plan)
+        plan = CrossPlan(plan)
     return plan
 
 
@@ -81,24 +81,24 @@ def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> PlanMa
         return registered_backend(section.backend, field)
     # imported here, each alone: servers bring HTTP clients, stores and caches their file formats
     if section.type == "cache":
-        from distill.teachers.backends.stored.archived import ArchivedSource
+        from distill.teachers.backends.stored.archived import ArchivedPlan
 
-        return ArchivedSource
+        return ArchivedPlan
     if section.type == "server":
-        from distill.teachers.backends.served.source import ServerSource
+        from distill.teachers.backends.served.source import ServerPlan
 
-        return ServerSource
+        return ServerPlan
     if section.ema is not None:
-        from distill.teachers.backends.student import AverageSource
+        from distill.teachers.backends.student import AveragePlan
 
-        return AverageSource
+        return AveragePlan
     if recipe.parallel.teacher == "served":
-        from distill.teachers.backends.served.launched import LaunchedSource
+        from distill.teachers.backends.served.launched import LaunchedPlan
 
-        return LaunchedSource
-    from distill.teachers.backends.local import ModelSource
+        return LaunchedPlan
+    from distill.teachers.backends.local import LocalPlan
 
-    return ModelSource
+    return LocalPlan
 
 
 def registered_backend(name: str, field: str) -> PlanMaker:

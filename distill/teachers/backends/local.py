@@ -87,8 +87,8 @@ def truncated(model: Any, layers: Sequence[int]) -> Any:
     return cut_layers(model, indices).to(model.device)
 
 
-class ModelSource(TeacherPlan):
-    """Source of a local teacher: its recipe section, and its shape before any weight is loaded.
+class LocalPlan(TeacherPlan):
+    """Plan of a local teacher: its recipe section, and its shape before any weight is loaded.
 
     Args:
         recipe: Recipe of the run.

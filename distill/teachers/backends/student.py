@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distill.models.head import bare
-from distill.teachers.backends.local import LoadedTeacher, ModelSource, truncated
+from distill.teachers.backends.local import LoadedTeacher, LocalPlan, truncated
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.load_context import LoadContext
 from distill.teachers.vocabulary import Vocabulary
@@ -80,8 +80,8 @@ def _is_wide(parameter: torch.Tensor) -> bool:
     return parameter.dtype.itemsize >= 4
 
 
-class AverageSource(ModelSource):
-    """The source of an `AveragedTeacher`; arguments as of `ModelSource`."""
+class AveragePlan(LocalPlan):
+    """The plan of an `AveragedTeacher`; arguments as of `LocalPlan`."""
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the model's footprint, with the average in float32 where its weights are narrower."""

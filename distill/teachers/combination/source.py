@@ -1,4 +1,4 @@
-"""Source and tokenizers of a recipe's several teachers, on routes of their own or all on one (a mixture)."""
+"""Plan and tokenizers of a recipe's several teachers, on routes of their own or all on one (a mixture)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from distill.teachers.rows.context.data import ContextEncoder, ContextReport, lo
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossReport
 from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
-from distill.teachers.rows.retokenised.teacher import CrossSource, CrossVocabulary
+from distill.teachers.rows.retokenised.teacher import CrossPlan, CrossVocabulary
 from distill.teachers.vocabulary import Match, Vocabulary
 
 E = TypeVar("E", bound=Encoder)
@@ -41,13 +41,13 @@ SHARDED = (
 log = logging.getLogger(__name__)
 
 
-class SeveralSource(TeacherPlan):
+class SeveralPlan(TeacherPlan):
     """Several teachers of a recipe.
 
     Args:
         recipe: Recipe of the run.
         description: Description of its teachers.
-        members: Sources of the teachers, in that order.
+        members: Plans of the teachers, in that order.
 
     Attributes:
         groups: Numbers of the teachers by route; all on one of no name in a mixture.
@@ -65,13 +65,13 @@ class SeveralSource(TeacherPlan):
 
     @functools.cached_property
     def members(self) -> list[TeacherPlan]:
-        """Sources of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
+        """Plans of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
         if self.recipe.student.vocabulary != "cross":
             return self.given
         own = load_tokenizer(self.recipe.student, "student")
         others = [load_tokenizer(source.tokenizer_section(), field) for field, source in self.named()]
         return [
-            source if compare(other, own).compatible else CrossSource(source)
+            source if compare(other, own).compatible else CrossPlan(source)
             for other, source in zip(others, self.given, strict=True)
         ]
 
@@ -161,7 +161,7 @@ class SeveralSource(TeacherPlan):
 class SeveralVocabulary(Vocabulary):
     """Tokenizer of several teachers and a student, and those of teachers on routes that read the text by their own."""
 
-    def __init__(self, source: SeveralSource) -> None:
+    def __init__(self, source: SeveralPlan) -> None:
         recipe, self.source = source.recipe, source
         section: ModelSection = recipe.student
         if recipe.student.vocabulary != "cross":
@@ -172,7 +172,7 @@ class SeveralVocabulary(Vocabulary):
     def others(self) -> dict[int, CrossVocabulary]:
         """Vocabularies of the routes, by number, whose teacher has a tokenizer of its own, alone on its route."""
         members = enumerate(self.source.members)
-        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossSource)}
+        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossPlan)}
 
     def read(self, data: Data, seed: int) -> Splits:
         sections = self.source.all_sections.values()

@@ -1,4 +1,4 @@
-"""Source of a served teacher: which servers, what they serve, and how the run opens them."""
+"""Plan of a served teacher: which servers, what they serve, and how the run opens them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from distill.teachers.vocabulary import Vocabulary
 CONFIG = "config.json"
 
 
-class ServerSource(TeacherPlan):
-    """The source of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
+class ServerPlan(TeacherPlan):
+    """The plan of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
 
     shardable = False
 
@@ -100,7 +100,7 @@ class ServerSource(TeacherPlan):
         return self.section.loaded() if self.is_vllm else ModelSection(model=self.folder)
 
     def copy_cached_state(self, other: TeacherPlan) -> None:
-        if isinstance(other, ServerSource) and other.section == self.section:  # the same servers, asked already
+        if isinstance(other, ServerPlan) and other.section == self.section:  # the same servers, asked already
             self.__dict__ |= {
                 name: other.__dict__[name] for name in ("servers", "identity", "vllm_model") if name in other.__dict__
             }

@@ -152,8 +152,8 @@ def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
     return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
 
 
-class ArchivedSource(TeacherPlan):
-    """The source of the teacher that made the cache at `teacher.path`, or that is named there to make it."""
+class ArchivedPlan(TeacherPlan):
+    """The plan of the teacher that made the cache at `teacher.path`, or that is named there to make it."""
 
     shardable = False
 

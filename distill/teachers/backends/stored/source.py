@@ -1,9 +1,9 @@
-"""The source of stored outputs: a folder that is read, and filled by the teacher inside while it is.
+"""The plan of stored outputs: a folder that is read, and filled by the teacher inside while it is.
 
 Any source may be inside: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
 data is not stored, or a student is cut that is not. A folder may have been begun by another run, with other data,
 losses and students, by `distill cache`, or by a run that was killed: what is there is used. It must be of the same
-teacher, as it is computed here. The source of `teacher.type: cache`, whose folder is complete, is in `archived.py`.
+teacher, as it is computed here. The plan of `teacher.type: cache`, whose folder is complete, is in `archived.py`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from distill.teachers.vocabulary import Vocabulary
 BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
 
 
-class StoredSource(TeacherPlan):
-    """The source of a teacher that is opened if anything is missing in its folder.
+class StoredPlan(TeacherPlan):
+    """The plan of a teacher that is opened if anything is missing in its folder.
 
     Args:
-        inner: Source of the teacher.
+        inner: Plan of the teacher.
         section: Section of the recipe whose `online_cache` names the folder.
         field: Field of the recipe that holds the section, such as `teachers.1`.
         writes: False to store nothing in that folder: outputs are dropped with their batch.
@@ -133,7 +133,7 @@ class StoredSource(TeacherPlan):
         return cache_measure({"kind": kind, "k": settings.k, "tail": settings.tail, "temperature": temperature})
 
     def copy_cached_state(self, other: TeacherPlan) -> None:
-        if not isinstance(other, StoredSource):
+        if not isinstance(other, StoredPlan):
             return
         self.inner.copy_cached_state(other.inner)
         if self.recipe.data == other.recipe.data:

@@ -71,11 +71,11 @@ class ContextTeacher(ReadingTeacher):
         return ContextTeacher(self.inner.truncated_copy(layers), self.context)
 
 
-class ContextSource(ReadingPlan):
-    """The source of a teacher that reads after a context.
+class ContextPlan(ReadingPlan):
+    """The plan of a teacher that reads after a context.
 
     Args:
-        inner: Source of the inner teacher.
+        inner: Plan of the inner teacher.
         context: Privileged context of the recipe.
     """
 

@@ -134,8 +134,8 @@ class CrossTeacher(ReadingTeacher):
         return CrossTeacher(self.inner.truncated_copy(layers), self.shared)
 
 
-class CrossSource(ReadingPlan):
-    """The source of a teacher for a student with `vocabulary: cross`."""
+class CrossPlan(ReadingPlan):
+    """The plan of a teacher for a student with `vocabulary: cross`."""
 
     reads = CrossColumns
 
@@ -158,7 +158,7 @@ class CrossSource(ReadingPlan):
 class CrossVocabulary(Vocabulary):
     """Two tokenizers: the student's makes the data, the teacher's a second reading of them."""
 
-    def __init__(self, source: CrossSource) -> None:
+    def __init__(self, source: CrossPlan) -> None:
         recipe = source.recipe
         if recipe.data.is_synthetic:
             raise ValueError(
