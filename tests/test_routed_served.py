@@ -190,9 +190,8 @@ def test_a_served_route_is_prefetched_and_passes_the_parity_check(place, urls):
     rows = vocabulary.read(recipe.data, 0).train
     batch = Collator(0, columns=teacher.columns)([rows[number] for number in range(4)])
     counts = [member.client.servers.positions for member in teacher.members]
-    prefetching = teacher
-    prefetching.submit(batch)
-    assert prefetching.prefetch_depth == 2 and prefetching.fault_of([batch]) is None
+    teacher.prefetch(batch)
+    assert teacher.prefetch_depth == 2 and teacher.prefetch_error([batch]) is None
     asked = [member.client.servers.positions for member in teacher.members]
     assert all(after > before for before, after in zip(counts, asked, strict=True))
     assert set(teacher.targets(batch)) == {0, 1}
