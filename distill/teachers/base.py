@@ -127,7 +127,8 @@ class Teacher:
 
     def sent(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return K tokens of a batch's trained positions [M, ...] on the CPU, by the names of `TopK`, as servers send
-        them; of teachers that give no hidden states."""
+        them; of teachers that give no hidden states.
+        """
         raise NotImplementedError(f"{type(self).__name__}.sent")
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
@@ -274,7 +275,8 @@ class Teacher:
 
     def constructor(self) -> Constructor | None:
         """Return a function that makes this teacher anew in another process, and its arguments, all of which can be
-        pickled; None where the teacher itself can be."""
+        pickled; None where the teacher itself can be.
+        """
         return None
 
     # ------------------------------------------------------------ figures

@@ -186,7 +186,8 @@ class StoredTeacher(CachedTeacher):
 
     def targets(self, batch: Batch) -> Targets:
         """Return the stored targets of a batch, after querying the teacher for those that are not stored; 0 where no
-        token is trained."""
+        token is trained.
+        """
         fresh = self.fill(batch, self.filled)
         if fresh is None:
             fresh = self.read(batch)
