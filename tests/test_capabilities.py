@@ -8,6 +8,7 @@ from tiny import tiny_model
 
 from distill.data.collator import Collator
 from distill.objectives.targets import token_comparison
+from distill.teachers import base, interface, load_context
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.base import InnerPlan, TeacherPlan
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -177,3 +178,8 @@ def test_plans_have_what_those_inside_have_and_of_several_what_holds_for_all():
     Around(leaf, other, several=True).note_data("rows")
     assert (leaf.noted, other.noted) == (["rows0"], ["rows1"])
     assert list(several.unwrap_all()) == [several, outer, leaf, several.plans[1]]
+
+
+def test_the_former_names_are_the_same_classes():
+    assert interface.Teacher is base.Teacher and interface.TeacherSource is base.TeacherPlan
+    assert interface.LoadContext is load_context.LoadContext and interface.CutRequest is CutRequest
