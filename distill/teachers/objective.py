@@ -18,7 +18,7 @@ import collections
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from distill_kernels import LossTerm
@@ -28,7 +28,7 @@ from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.patch.output_rows import output_rows
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
-from distill.objectives.layer_matching import layer_matching
+from distill.objectives.layer_matching import LayerMatching, layer_matching
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
 from distill.objectives.measure import Measure
 from distill.objectives.targets import (
@@ -43,9 +43,6 @@ from distill.objectives.targets import (
 )
 from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
-
-if TYPE_CHECKING:
-    from distill.objectives.layer_matching import LayerMatching
 
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
