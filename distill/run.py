@@ -61,11 +61,9 @@ from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
 from distill.run_phases import Loaded, Opened, Prepared, Start
 from distill.run_results import RunResult, RunResults
-from distill.teachers.capabilities import first_batch_lines
-from distill.teachers.interface import LoadContext, calibration_of
+from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import data_problems
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.error_translation import translated
 from distill.training.failure_checkpoint import checkpoint_on_failure
@@ -360,7 +358,7 @@ class Run:
         recipe, context, splits = self.recipe, prepared.context, prepared.splits
         with console.announced("loading", "teacher and student"):
             pair = self.resources.enter_context(opened_pair(prepared.source, prepared.vocabulary, context))
-        if problems := data_problems(prepared.source, splits):
+        if problems := prepared.source.data_problems(splits):
             raise ValueError(problems[0])
         if self.start.plugin is not None and self.start.plugin.terms:
             use_plugin(pair.teacher, self.start.plugin)
@@ -414,7 +412,7 @@ class Run:
         first_rows = list(itertools.islice(splits.validation, trainer.args.per_device_eval_batch_size))
         first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         objective = trainer.objective
-        lines = first_batch_lines(pair.teacher, first, objective.student, objective.pairing)
+        lines = pair.teacher.validate_first_batch(first, objective.student, objective.pairing)
         lines += first_batch_report(trainer, first, splits.train, recipe)
         if runs_our_kernels(device) and not prepared.plan.placement.student_sharded:
             from distill.teachers.kernels import join_models

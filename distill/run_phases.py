@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from distill.objectives.plugin import Plugin
     from distill.planning.run_plan import RunPlan
     from distill.run_results import Before, RunResults
-    from distill.teachers.interface import LoadContext, TeacherSource
+    from distill.teachers.base import TeacherPlan
+    from distill.teachers.load_context import LoadContext
     from distill.teachers.opening import ModelPair
     from distill.teachers.vocabulary import Vocabulary
     from distill.training.lock_file import Plain
@@ -52,7 +53,7 @@ class Prepared(NamedTuple):
     """
 
     context: LoadContext
-    source: TeacherSource
+    source: TeacherPlan
     vocabulary: Vocabulary
     splits: Splits
     plan: RunPlan

@@ -24,9 +24,8 @@ from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
 from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end, record_start
 from distill.reports.run_summary import result_table, show_samples, write_samples
-from distill.teachers.capabilities import responses_of
+from distill.teachers.base import TeacherPlan
 from distill.teachers.identity import model_name
-from distill.teachers.interface import TeacherSource
 from distill.teachers.opening import ModelPair
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
@@ -70,7 +69,7 @@ class RunResults:
         run_lock: Lock on the run's folder.
     """
 
-    source: TeacherSource
+    source: TeacherPlan
     pair: ModelPair
     trainer: DistillationTrainer
     splits: Splits
@@ -118,7 +117,7 @@ class RunResults:
         answers: Answers = {}
         if recipe.generate.prompts:
             with console.announced("generating", "samples, teacher and student"):
-                texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
+                texts = pair.teacher.respond(recipe.generate.prompts, recipe.generate)
                 answers |= {} if texts is None else {"teacher": texts}
                 if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
                     answers["before"] = self._answers_of(pair.student)

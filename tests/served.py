@@ -17,7 +17,7 @@ from distill.serving.app import Limits, make_app
 from distill.serving.connections import DEFAULT_PATIENCE
 from distill.serving.open import open_engine, running
 from distill.teachers.backends.served.protocol import TargetRequest
-from distill.teachers.interface import load_context
+from distill.teachers.load_context import load_context
 from distill.teachers.registry import source_of
 
 HTTP = httpx2.Client(timeout=60, verify=False)

@@ -20,7 +20,7 @@ from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.backends.served.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
+from distill.teachers.backends.served.launched import Child, LaunchedPlan, LaunchedServers, LaunchedTeacher
 from distill.teachers.backends.served.teacher import ServerTeacher
 from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.read import TeacherCache
@@ -30,7 +30,7 @@ from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.routes import RoutedTeacher
-from distill.teachers.interface import load_context
+from distill.teachers.load_context import load_context
 from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.rows.retokenised.encode import PairEncoder
 from distill.teachers.rows.retokenised.teacher import CrossTeacher
@@ -186,7 +186,7 @@ class Served:
         servers = LaunchedServers([Child(os.getpid(), str(address), os.devnull)], "any", sharded=False)
         recipe = recipe_in(self.folder, "parallel={teacher: served, teacher_gpus: 1}")
         OUTPUT_READERS[LaunchedTeacher] = OUTPUT_READERS[ServerTeacher]  # doctor itself, one process, loads it
-        return LaunchedTeacher(LaunchedSource(recipe), servers, load_context(recipe))
+        return LaunchedTeacher(LaunchedPlan(recipe), servers, load_context(recipe))
 
     def subject(self, kind):
         """One of SERVED, or `launched`."""

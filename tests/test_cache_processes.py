@@ -13,9 +13,9 @@ from two_ranks import run_as_two
 
 from distill.evaluation.evaluate import HeldOut
 from distill.recipe import parse
-from distill.teachers.backends.local import ModelSource
+from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.stored.format import PLAN, write_signed
-from distill.teachers.backends.stored.source import StoredSource
+from distill.teachers.backends.stored.source import StoredPlan
 
 RECIPE = """
 teacher: {model: teacher}
@@ -44,7 +44,7 @@ def start(workplace, code, *arguments):
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch, limit):
     recipe = parse(RECIPE, [f"teacher.online_cache={tmp_path / 'cache'}"])
-    source, plan = StoredSource(ModelSource(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
+    source, plan = StoredPlan(LocalPlan(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
 
     def begin():
         source.folder.mkdir()

@@ -30,7 +30,6 @@ from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.archived import section_to_load
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.capabilities import is_collective
 
 RECIPE = """
 teacher: {model: teacher}
@@ -100,7 +99,7 @@ def both(folder, device, *cases):
         assert os.environ["RANK"] == "1" or sum(told) == total, "progress is exact"
 
     loaded = load(parse(RECIPE, ON[device], name="tiny"))
-    assert is_collective(loaded.backend)
+    assert loaded.backend.is_collective()
     plain, calls = loaded.backend.targets, []
     loaded.backend.targets = lambda batch: calls.append(len(batch["valid_rows"])) or plain(batch)
     made = Settings(k=8, tail="bucket").checked()

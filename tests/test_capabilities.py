@@ -1,4 +1,4 @@
-"""Capabilities of teachers and their sources: asked through layers, with what holds for a teacher without one."""
+"""Defaults of teachers and their plans: what holds where nothing is overridden, and the way through those inside."""
 
 from types import SimpleNamespace
 
@@ -8,36 +8,13 @@ from tiny import tiny_model
 
 from distill.data.collator import Collator
 from distill.objectives.targets import token_comparison
+from distill.teachers import base, interface, load_context
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.capabilities import (
-    first_batch_lines,
-    flops_per_token,
-    flush,
-    following,
-    head_tensors,
-    layers_of,
-    move_to,
-    parts_of,
-    prefetching_of,
-    quantise_layers,
-    responses_of,
-    size_text,
-    student_cut_from,
-    truncated_copy,
-)
+from distill.teachers.base import InnerPlan, TeacherPlan
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.routes import RoutedTeacher
-from distill.teachers.interface import CutRequest
+from distill.teachers.load_context import CutRequest
 from distill.teachers.rows.context.teacher import ContextTeacher
-from distill.teachers.source_capabilities import (
-    SourcePart,
-    data_problems,
-    files_of,
-    is_to_be_made,
-    measure_of_source,
-    note_data,
-    smaller_teachers,
-)
 from scripts.examples.backend import BigramTeacher
 
 ROWS = [
@@ -53,63 +30,84 @@ class Prefetching(BigramTeacher):
 
     def __init__(self):
         super().__init__(40)
-        self.submitted = []
+        self.prefetched = []
 
-    def submit(self, batch):
-        self.submitted.append(batch)
+    def prefetch(self, batch):
+        self.prefetched.append(batch)
 
-    def fault_of(self, batches):
+    def prefetch_error(self, batches):
         return "gone" if len(batches[0]["input_ids"]) > 3 else None
 
 
-def test_a_teacher_without_capabilities_has_what_holds_without_them():
+class Following(BigramTeacher):
+    """A bigram teacher that training changes."""
+
+    follows_student = True
+
+    def __init__(self):
+        super().__init__(40)
+        self.students = []
+
+    def update_ema(self, student):
+        self.students.append(student)
+
+
+def test_a_teacher_that_overrides_nothing_has_the_defaults():
     teacher = BigramTeacher(40)
-    for layered in (teacher, ContextTeacher(teacher), MixtureTeacher([teacher, teacher], [1, 1])):
-        assert prefetching_of(layered) is None and responses_of(layered, ["?"], None) is None
-        assert following(layered) == [] and first_batch_lines(teacher, {}, None, None) == []
-        quantise_layers(layered), flush(layered)
-        assert size_text(layered) == "0 parameters"
+    for outer in (teacher, ContextTeacher(teacher), MixtureTeacher([teacher, teacher], [1, 1])):
+        assert outer.prefetch_depth == 0 and outer.prefetch_error([]) is None and outer.respond(["?"], None) is None
+        assert not outer.follows_student and not outer.stores_outputs and not outer.is_collective()
+        outer.quantise(), outer.flush(), outer.update_ema(None), outer.close()
+        assert outer.size_text() == "0 parameters"
         request = CutRequest(None, torch.device("cpu"), torch.float32, None)
         with pytest.raises(ValueError, match="has no layers to cut from"):
-            student_cut_from(layered, request)
-    twin = truncated_copy(teacher, [0])
+            outer.cut_student(request)
+    assert teacher.validate_first_batch({}, None, None) == [] and teacher.constructor() is None
+    twin = teacher.truncated_copy([0])
     assert twin is not teacher and twin.table is teacher.table
 
 
-def test_heads_outside_of_models_are_found_below_every_layer():
+def test_heads_outside_of_models_are_found_inside_every_teacher():
     teacher = BigramTeacher(40)
     routed = RoutedTeacher([ContextTeacher(teacher), LoadedTeacher(tiny_model())], ["a", "b"])
-    found = dict(head_tensors(routed))
+    found = dict(routed.head_tensors())
     assert found["the bigram head"] is teacher.stored_head.weights.weight
     assert set(found) == {"the bigram head", "the weights of the teacher's head"}
-    move_to(routed, torch.device("meta"))
+    routed.move_to(torch.device("meta"))
     assert teacher.stored_head.weights.weight.is_meta and all(p.is_meta for p in routed.models["teacher"].parameters())
+
+
+def test_a_teacher_inside_follows_the_student():
+    following = Following()
+    routed = RoutedTeacher([BigramTeacher(40), ContextTeacher(following)], ["a", "b"])
+    assert routed.follows_student
+    routed.update_ema("student")
+    assert following.students == ["student"]
 
 
 def test_work_is_counted_by_the_columns_that_are_read():
     model, other = tiny_model(seed=1), tiny_model(layers=3, seed=2)
-    (one,), (two,) = (flops_per_token(LoadedTeacher(each)).values() for each in (model, other))
+    (one,), (two,) = (LoadedTeacher(each).flops_per_token().values() for each in (model, other))
     members = [LoadedTeacher(model), LoadedTeacher(other, field="teachers.1")]
-    assert flops_per_token(MixtureTeacher(members, [1, 1])) == {"": one._make(map(sum, zip(one, two, strict=True)))}
+    assert MixtureTeacher(members, [1, 1]).flops_per_token() == {"": one._make(map(sum, zip(one, two, strict=True)))}
     routed = RoutedTeacher([ContextTeacher(members[0]), members[1]], ["a", "b"])
-    assert flops_per_token(routed) == {"route0_teacher_": one, "route1_": two}
-    assert list(layers_of(routed)) == [routed, routed.members[0], *members]
+    assert routed.flops_per_token() == {"route0_teacher_": one, "route1_": two}
+    assert list(routed.unwrap_all()) == [routed, routed.members[0], *members]
 
 
 def test_only_what_prefetches_is_asked_ahead_each_for_its_own_rows():
     asked = Prefetching()
     routed = RoutedTeacher([BigramTeacher(40), asked], ["a", "b"])
     batch = Collator(0, columns=routed.columns)(ROWS)
-    prefetching = prefetching_of(routed)
-    assert prefetching.prefetch_depth == 2 and prefetching.fault_of([batch]) is None
-    prefetching.submit(batch)
-    (own,) = asked.submitted
+    assert routed.prefetch_depth == 2 and routed.prefetch_error([batch]) is None
+    routed.prefetch(batch)
+    (own,) = asked.prefetched
     assert own["rows"].tolist() == batch["route1_rows"].tolist() and "route1_rows" not in own
     alone = Collator(0, columns=routed.columns)([row | {"route": [0]} for row in ROWS])
-    prefetching.submit(alone)
-    assert len(asked.submitted) == 1, "none of its route is in the batch"
+    routed.prefetch(alone)
+    assert len(asked.prefetched) == 1, "none of its route is in the batch"
     mixture = MixtureTeacher([BigramTeacher(40), asked], [1, 1])
-    assert prefetching_of(mixture).fault_of([Collator(0, columns=mixture.columns)(ROWS)]) == "gone"
+    assert mixture.prefetch_error([Collator(0, columns=mixture.columns)(ROWS)]) == "gone"
 
 
 def test_formats_of_whole_distributions_compare_tokens():
@@ -117,8 +115,8 @@ def test_formats_of_whole_distributions_compare_tokens():
     assert token_comparison(teacher.format) is teacher.format and token_comparison(SimpleNamespace()) is None
 
 
-class Leaf:
-    """A source that knows everything."""
+class Leaf(TeacherPlan):
+    """A plan that overrides everything."""
 
     def __init__(self):
         self.sections, self.noted = {}, []
@@ -128,6 +126,9 @@ class Leaf:
 
     def data_problems(self, splits):
         return [f"teacher.path: {splits} is missing"]
+
+    def problems(self, *, cuda, sharded, family=None):
+        return ["teacher.dtype: expected another"]
 
     def smaller(self, family=None):
         return [family]
@@ -145,27 +146,40 @@ class Leaf:
         return "tokenizer"
 
 
-def around(*sources, several):
-    """A source around others, whose teachers read rows of their own."""
-    parts = [
-        SourcePart(source, lambda splits, n=number: f"{splits}{n}", number if several else None)
-        for number, source in enumerate(sources)
-    ]
-    return SimpleNamespace(parts=lambda: parts, sections={})
+class Around(TeacherPlan):
+    """A plan around others, whose teachers read rows of their own."""
+
+    def __init__(self, *plans, several):
+        self.sections, self.plans, self.several = {}, plans, several
+
+    def parts(self):
+        return [
+            InnerPlan(plan, lambda splits, n=number: f"{splits}{n}", number if self.several else None)
+            for number, plan in enumerate(self.plans)
+        ]
 
 
-def test_sources_are_asked_through_layers_and_of_several_what_holds_for_all():
+def test_plans_have_what_those_inside_have_and_of_several_what_holds_for_all():
     leaf = Leaf()
-    layer = around(leaf, several=False)
-    assert smaller_teachers(layer, "hopper") == ["hopper"] and is_to_be_made(layer)
-    assert measure_of_source(layer) == "its own" and data_problems(layer, "rows") == ["teacher.path: rows0 is missing"]
-    other, several = Leaf(), around(layer, Leaf(), several=True)
-    assert smaller_teachers(several, "hopper") == [] and not is_to_be_made(several)
-    assert measure_of_source(several).name == "KL" and files_of(several).config_section() == "config"
-    assert data_problems(several, "rows") == [
+    outer = Around(leaf, several=False)
+    assert outer.smaller("hopper") == ["hopper"] and outer.is_to_be_made()
+    assert outer.measure() == "its own" and outer.data_problems("rows") == ["teacher.path: rows0 is missing"]
+    other, several = Leaf(), Around(outer, Leaf(), several=True)
+    assert several.smaller("hopper") == [] and not several.is_to_be_made()
+    assert several.measure().name == "KL" and several.config_section() == "config"
+    assert several.data_problems("rows") == [
         "teachers.0.path: rows00 is missing",
         "teachers.1.path: rows1 is missing",
     ]
-    note_data(around(leaf, other, several=True), "rows")
+    assert several.problems(cuda=False, sharded=False) == [
+        "teachers.0.dtype: expected another",
+        "teachers.1.dtype: expected another",
+    ]
+    Around(leaf, other, several=True).note_data("rows")
     assert (leaf.noted, other.noted) == (["rows0"], ["rows1"])
-    assert parts_of(SimpleNamespace()) == ()
+    assert list(several.unwrap_all()) == [several, outer, leaf, several.plans[1]]
+
+
+def test_the_former_names_are_the_same_classes():
+    assert interface.Teacher is base.Teacher and interface.TeacherSource is base.TeacherPlan
+    assert interface.LoadContext is load_context.LoadContext and interface.CutRequest is CutRequest

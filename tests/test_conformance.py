@@ -27,9 +27,8 @@ from distill.teachers.backends.fp8 import Fp8Teacher
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.student import AveragedTeacher
-from distill.teachers.capabilities import layers_of
+from distill.teachers.base import Teacher
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
-from distill.teachers.interface import Teacher
 
 SAYS = {
     "one": "same ids and positions",
@@ -59,7 +58,7 @@ def test_every_teacher_and_format_is_here(subject_of):
     for module in pkgutil.walk_packages(teachers.__path__, "distill.teachers."):
         importlib.import_module(module.name)
     assert set(RECIPES) >= {subjects[0] for subjects in KINDS.values()}
-    tested = {type(layer) for name in EVERY for layer in layers_of(subject_of(name).teacher)}
+    tested = {type(layer) for name in EVERY for layer in subject_of(name).teacher.unwrap_all()}
     # tests/test_fp8_teacher.py: not exact; tests/test_golden_runs.py: changes in a step
     assert set(teacher_classes()) - tested == {Fp8Teacher, AveragedTeacher}
     found = {(type(teacher.format), teacher.rows.reading) for teacher in (subject_of(name).teacher for name in EVERY)}

@@ -192,7 +192,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     from distill.models.precision.dtypes import resolve_precision
     from distill.models.sharding import SINGLE_PROCESS
     from distill.teachers.backends import local as model
-    from distill.teachers.interface import LoadContext
+    from distill.teachers.load_context import LoadContext
 
     ways = []
     for module, name in ((fp8_teacher, "load_a_layer_at_a_time"), (model, "load_teacher")):
@@ -209,7 +209,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     )
     for device in (torch.device("cuda", 0), torch.device("cpu")):
         context = LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe))
-        model.ModelSource(recipe).load(context)
+        model.LocalPlan(recipe).load(context)
     assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]
 
 

@@ -1,9 +1,9 @@
 """Tiny whole runs over every kind of teacher whose figures are recorded: a refactor leaves each bit as it was.
 
 The figures are in golden_runs.json: the losses and gradient norms of each step, the held-out figures before and after,
-and a hash of the trained weights. They are compared to the bit on a machine whose arithmetic is that of the recorded
-ones (`machine`: processor, instruction set, versions), and to rounding on any other. The runs have no warm-up, no
-chats and one thread.
+and a hash of the trained weights, by the machine that they were recorded on. They are compared to the bit on a machine
+whose arithmetic is that of a recording (`machine`: processor, instruction set, versions), and to rounding on any other.
+The runs have no warm-up and one thread.
 
     python tests/test_golden_runs.py                       # record the present figures, on the present machine
     python tests/test_golden_runs.py --only lora sharded   # some of them
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -59,20 +60,57 @@ REVERSE = "loss: {terms: [{type: reverse_kl}]}\n"
 OTHER_TOKENIZER = "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
 TEACHER, STUDENT = "teacher: {model: teacher}\n", "student: {model: student}\n"
 INFORMED = "context: {template: 'A hint. {hint}', place: before}"
+LAYER_TERMS = (
+    "loss: {terms: [{type: forward_kl}, {type: hidden_state, projection: learned, weight: 0.5}, "
+    "{type: attention_relation}]}\n"
+)
+REWARDED = (
+    "loss: {terms: [{type: reverse_kl}, {type: policy_gradient, reward: 'code.py:vowels', teacher_weight: 0, "
+    "weight: 0.5}]}\n"
+)
+ENVIRONMENT = (
+    "data: {source: chats.jsonl, chat_template: chat.jinja, max_length: 256, cache: false, validation: {fraction: 0.1},"
+    " on_policy: {environment: 'code.py:roll', max_new_tokens: 40, stop: [a, e, i, o, u, r, s, t, l, n]}}\n"
+) + COMMON.replace("128", "1024")
+SOURCES = (
+    "data: {sources: [{source: text.txt}, {source: pairs.jsonl, weight: 3, fields: {prompt: question, completion: "
+    "answer}}], max_length: 64, cache: false, chat_template: none, validation: {fraction: 0.1}}\n"
+) + COMMON
+STAGES = """
+student: {from_teacher: {layers: 3, intermediate: 48, importance: {rows: 4, layer_rows: 2}}}
+stages:
+  - {name: prune}
+  - {name: again, student: {from_teacher: {layers: 2, intermediate: 32}}}
+"""
+# what a reward and an environment of the runs call
+CODE = """
+def vowels(prompt, answer, row):
+    return sum(letter in "aeiou" for letter in answer) / 10
+
+
+def roll(messages, tools, row):
+    if len(messages) > 4:
+        return None
+    return [{"role": "user", "content": f"{row['name']} {len(messages[-1]['content']) * 7919 % 997}"}]
+"""
 
 
 class Golden(NamedTuple):
     """A recorded run.
 
     Attributes:
-        recipe: its text; `{url}` is the address of a teacher that is served.
+        recipe: its text; `{url}` is the address of a teacher that is served, `{vllm}` that of recorded_vllm.py.
         before: command lines of `distill` that come first, in the same folder.
         processes it takes, joined by gloo; several are left to `-m full`.
+        resumed_at: step from whose checkpoint the finished run is made once more; None for a run in one go.
+        plugin: file of functions that the recipe names, allowed as by `--plugin`.
     """
 
     recipe: str
     before: tuple[str, ...] = ()
     processes: int = 1
+    resumed_at: int | None = None
+    plugin: str | None = None
 
 
 RUNS = {
@@ -129,6 +167,23 @@ RUNS = {
     "sharded": Golden(
         TEACHER + STUDENT + TWO_TERMS + TEXT + "parallel: {strategy: fsdp, teacher: sharded}\n", processes=2
     ),
+    "resumed": Golden(
+        f"teacher: {{type: student, ema: 0.9, {INFORMED}}}\n" + STUDENT + REVERSE + PAIRS % ("", ROLLOUTS),
+        resumed_at=2,
+    ),
+    "layer terms": Golden(TEACHER + STUDENT + LAYER_TERMS + TEXT),
+    "quantised student": Golden(
+        TEACHER + "student: {model: student, quantise: {format: q4_0, calibration_tokens: 512}}\n" + TWO_TERMS + TEXT
+    ),
+    "reward": Golden(
+        TEACHER + STUDENT + REWARDED + PAIRS % ("", ", on_policy: {max_new_tokens: 6, samples: 2}"), plugin="code.py"
+    ),
+    "environment": Golden(TEACHER + STUDENT + REVERSE + ENVIRONMENT, plugin="code.py"),
+    "stages": Golden(TEACHER + STAGES + TEXT),
+    "several sources": Golden(TEACHER + STUDENT + TWO_TERMS + SOURCES),
+    "vLLM": Golden(
+        "teacher: {type: server, url: '{vllm}', protocol: vllm, top_k: 4, model: teacher}\n" + STUDENT + REVERSE + TEXT
+    ),
 }
 
 
@@ -151,7 +206,7 @@ def machine() -> dict[str, object]:
 
 def write_place(folder: Path) -> Path:
     """Models and data of all runs, in `folder`."""
-    from tiny import save_tiny, tiny_model, tiny_tokenizer
+    from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
     from two_tokenizers import MERGED, PIECES
 
     tokenizer = tiny_tokenizer(chat_template=None)
@@ -169,21 +224,44 @@ def write_place(folder: Path) -> Path:
         for domain in ("odd" if number % 2 else "even",)
     )
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    chats = (
+        {
+            "name": f"n{number}",
+            "messages": [{"role": "user", "content": f"Roll {number}"}, {"role": "assistant", "content": "?"}],
+        }
+        for number in range(20)
+    )
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "code.py").write_text(CODE)
     return folder
 
 
 def figures_of(golden: Golden, url: str | None) -> dict[str, object]:
     """Make a run in the working directory; its figures, once all processes have ended it."""
+    import recorded_vllm
+
     from distill.cli import run_command
+    from distill.commands.arguments import plugin_override
     from distill.recipe import parse
     from distill.run import run
     from distill.training.progress import read_metrics
 
-    text = golden.recipe.replace("{url}", url or "")
-    Path("golden.yaml").write_text(text)
-    for line in golden.before:
-        assert run_command(line.split()) == 0, line
-    result = run(parse(text, (), name="golden"), name="golden")
+    plugin = None if golden.plugin is None else Path(golden.plugin)
+    with contextlib.ExitStack() as opened:
+        text = golden.recipe.replace("{url}", url or "")
+        if "{vllm}" in text:
+            text = text.replace("{vllm}", opened.enter_context(recorded_vllm.serving()))
+        Path("golden.yaml").write_text(text)
+        for line in golden.before:
+            assert run_command(line.split()) == 0, line
+        recipe = parse(text, plugin_override(plugin), name="golden")
+        if golden.resumed_at is not None:
+            recipe = parse(text, [f"train.save_every={golden.resumed_at}", *plugin_override(plugin)], name="golden")
+        result = run(recipe, name="golden", plugin=plugin)
+        if golden.resumed_at is not None:
+            undo_steps_after(golden.resumed_at, result.folder)
+            result = run(recipe, name="golden", resume=True, plugin=plugin)
     rows = [row for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
     return {
         "loss": [row["loss"] for row in rows],
@@ -194,6 +272,16 @@ def figures_of(golden: Golden, url: str | None) -> dict[str, object]:
         },
         "weights": hash_of(result.folder / "student"),
     }
+
+
+def undo_steps_after(step: int, folder: Path) -> None:
+    """Make a finished run one that was ended after the checkpoint of a step."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if int(checkpoint.name.removeprefix("checkpoint-")) > step:
+            shutil.rmtree(checkpoint)
+    assert (folder / f"checkpoint-{step}").is_dir()
+    shutil.rmtree(folder / "student")
+    (folder / "result.json").unlink()
 
 
 def finite(value: float) -> float | None:
@@ -274,8 +362,16 @@ def url(place):
 
 
 @pytest.fixture(scope="module")
-def recorded():
-    return json.loads(RECORDED.read_text())
+def recordings():
+    return read_recordings()
+
+
+def recorded_figures(name, recordings):
+    """The recorded figures of a run, and whether they are of a machine like this one, which is preferred."""
+    of_run = [recording for recording in recordings if name in recording["runs"]]
+    like_this = [recording for recording in of_run if recording["machine"] == machine()]
+    (recording, *_) = like_this or of_run
+    return recording["runs"][name], bool(like_this)
 
 
 def flat(figures):
@@ -292,9 +388,10 @@ MANY = [pytest.param(name, marks=pytest.mark.full) for name, golden in RUNS.item
 
 
 @pytest.mark.parametrize("name", [*(name for name, golden in RUNS.items() if golden.processes == 1), *MANY])
-def test_figures_are_those_recorded(name, place, url, recorded):
-    figures, expected = make(name, place, url), recorded["runs"][name]
-    if machine() == recorded["machine"]:
+def test_figures_are_those_recorded(name, place, url, recordings):
+    figures = make(name, place, url)
+    expected, is_of_this_machine = recorded_figures(name, recordings)
+    if is_of_this_machine:
         assert figures == expected
         return
     found, wanted = dict(flat(figures)), dict(flat(expected))
@@ -303,43 +400,56 @@ def test_figures_are_those_recorded(name, place, url, recorded):
         assert found[where] == pytest.approx(value, rel=5e-5, abs=1e-6), where
 
 
-def test_source_of_the_hidden_states_changes_nothing(recorded):
+def test_source_of_the_hidden_states_changes_nothing(recordings):
     """Computed here, by one of two processes, by a server, or read from a folder that is being filled: the same bits.
     `distill cache` reads rows in batches of its own: the same figures to rounding."""
-    runs = recorded["runs"]
+    runs = {name: recorded_figures(name, recordings)[0] for name in RUNS}
     local = runs["local"]
     assert all(runs[name] == local for name in ("served", "filled while read", "copies"))
     assert runs["retokenised, on-policy, copies"] == runs["retokenised, on-policy"]
     assert dict(flat(runs["stored"])) == pytest.approx(dict(flat(local)), rel=1e-5)
-    weights = [run["weights"] for run in runs.values()]
-    assert len(set(weights)) == len(weights) - 4, "no other two runs are alike"
+    twins = {"served", "filled while read", "copies", "retokenised, on-policy, copies", "resumed"}
+    weights = [runs[name]["weights"] for name in RUNS if name not in twins]
+    assert len(set(weights)) == len(weights), "no other two runs are alike"
 
 
-def test_a_run_of_other_figures_is_noticed(place, recorded, monkeypatch):
+def test_a_resumed_run_is_the_run_in_one_go(place):
+    assert make("resumed", place, None) == make("running average", place, None)
+
+
+def test_a_run_of_other_figures_is_noticed(place, recordings, monkeypatch):
     """A change of one term's weight by a thousandth is noticed."""
     golden = RUNS["local"]
     monkeypatch.setitem(RUNS, "local", Golden(golden.recipe.replace("weight: 0.5", "weight: 0.5005")))
-    figures, expected = make("local", place, None), recorded["runs"]["local"]
+    figures, (expected, _) = make("local", place, None), recorded_figures("local", recordings)
     assert figures["weights"] != expected["weights"]
     assert figures["loss"][0] != pytest.approx(expected["loss"][0], rel=5e-5)
 
 
+def read_recordings() -> list[dict[str, dict[str, object]]]:
+    """The recordings, each of one `machine` with its `runs`."""
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else []
+
+
 def record(names: list[str]) -> None:
-    """Write the present figures of the named runs; all of them where the machine is another than the recorded one."""
-    before = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"machine": None, "runs": {}}
-    if before["machine"] != machine() and set(names) != set(RUNS):
-        raise SystemExit("figures of another machine are recorded: record all runs here")
-    runs = before["runs"] if set(names) != set(RUNS) else {}
+    """Write the present figures of the named runs into the recording of this machine."""
+    recordings = read_recordings()
+    recording = next((each for each in recordings if each["machine"] == machine()), None)
+    if recording is None:
+        recording = {"machine": machine(), "runs": {}}
+        recordings.append(recording)
+    runs = recording["runs"]
     with tempfile.TemporaryDirectory() as folder:
         place = write_place(Path(folder))
         with teacher_served(place) as url:
             for name in names:
+                before = runs.get(name)
                 with contextlib.redirect_stdout(io.StringIO()):
                     runs[name] = make(name, place, url)
-                changed = before["runs"].get(name) not in (None, runs[name])
+                changed = before not in (None, runs[name])
                 print(f"{name}: {runs[name]['weights'][:12]}{' (changed)' * changed}", flush=True)
-    ordered = {name: runs[name] for name in RUNS if name in runs}
-    RECORDED.write_text(json.dumps({"machine": machine(), "runs": ordered}, indent=1) + "\n")
+    recording["runs"] = {name: runs[name] for name in RUNS if name in runs}
+    RECORDED.write_text(json.dumps(recordings, indent=1) + "\n")
 
 
 if __name__ == "__main__":

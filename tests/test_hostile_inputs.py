@@ -22,7 +22,6 @@ from distill.models.load.loading import load_config, load_teacher, load_tokenize
 from distill.recipe import Data, ModelSection, RecipeError, Teacher, parse
 from distill.reports.export import export
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import shapes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]
@@ -144,7 +143,7 @@ def refused_everywhere(run_folder, expected):
         lambda: load_config(Teacher(model=student), "teacher"),
         lambda: load_teacher(Teacher(model=student)),
         lambda: load_teacher(Teacher(**random.model_dump(exclude_none=True))),
-        lambda: shapes_of(source_of(recipe)),
+        lambda: source_of(recipe).shapes(),
         lambda: export(run_folder, Path("out")),
     ):
         with pytest.raises(ValueError, match=expected) as raised:

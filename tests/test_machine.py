@@ -22,7 +22,7 @@ from distill.planning.devices import find_device
 from distill.planning.preflight import check, planned_precision
 from distill.recipe import load, parse
 from distill.teachers import kernels, opening
-from distill.teachers.interface import load_context
+from distill.teachers.load_context import load_context
 from distill.teachers.registry import source_of
 
 ROOT = Path(__file__).resolve().parents[1]

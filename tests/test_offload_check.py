@@ -13,7 +13,6 @@ from distill.planning.step_time import GEMM_EFFICIENCY
 from distill.recipe import load
 from distill.recipe.shipped import find_recipe
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import shapes_of
 
 
 def looked_at(*overrides, gpu="H100", gpus=1, name="llama3-8b-to-1b"):
@@ -80,7 +79,7 @@ def test_an_offloaded_teacher_is_never_sharded():
 
 
 def test_70b_of_a_teacher_fits_one_gpu_when_it_is_offloaded():
-    (shape,) = shapes_of(source_of(load(find_recipe("llama3-70b-to-8b-lora"))))
+    (shape,) = source_of(load(find_recipe("llama3-70b-to-8b-lora"))).shapes()
     report = looked_at("teacher.offload=cpu", name="llama3-70b-to-8b-lora")
     assert report.fits and report.host > 0.95 * 2 * shape.layered
     assert not looked_at(name="llama3-70b-to-8b-lora").fits

@@ -12,8 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.doctor.invariants import fused_equals_reference
-from distill.teachers.capabilities import HoldsHead
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 from scripts.examples.backend import BigramTeacher
 
 PLUGIN = "type: plugin, backend: bigram, model: teacher"
@@ -22,7 +21,7 @@ PLUGIN = "type: plugin, backend: bigram, model: teacher"
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Register scripts/examples/backend.py as an installed package would."""
-    entry = importlib.metadata.EntryPoint("bigram", "scripts.examples.backend:BigramSource", "distill.backends")
+    entry = importlib.metadata.EntryPoint("bigram", "scripts.examples.backend:BigramPlan", "distill.backends")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] * (group == "distill.backends"))
 
 
@@ -64,7 +63,7 @@ def test_doctor_compares_a_plugin_backend_with_its_reference_logits(shift, passe
 
 
 def test_doctor_names_the_method_that_a_plugin_backend_lacks():
-    class Lacking(Teacher, HoldsHead):
+    class Lacking(Teacher):
         __init__, targets, fingerprint = BigramTeacher.__init__, BigramTeacher.targets, BigramTeacher.fingerprint
 
     with pytest.raises(ValueError, match=r"teacher: expected Lacking to have reference_logits\(input_ids\)"):

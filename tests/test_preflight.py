@@ -27,7 +27,6 @@ from distill.recipe import Lora, WeightedTeacher, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
 from distill.teachers.backends.local import SHARDED_FP8
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import shapes_of
 
 # as published on the models' cards or counted from their released weights
 PUBLISHED = {
@@ -59,7 +58,7 @@ def meta(config):
 
 @pytest.mark.parametrize("name", shipped_architectures())
 def test_shipped_architectures_have_the_published_number_of_parameters(name):
-    (shape,) = shapes_of(source_of(recipe(f"teacher={{init: random, config: {name}}}")))
+    (shape,) = source_of(recipe(f"teacher={{init: random, config: {name}}}")).shapes()
     assert shape.parameters == PUBLISHED[name]
 
 

@@ -24,7 +24,6 @@ from distill.serving.open import open_engine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.backends.student import FILE
-from distill.teachers.capabilities import first_batch_lines, flops_per_token, prefetching_of
 from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.combination.route_data import RouteColumns
 from distill.teachers.combination.routes import RoutedFormat, RoutedTeacher, RouteTargets
@@ -161,8 +160,8 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
         objective = DistillationObjective(teacher, student, {"terms": [{"type": "jsd"}], "temperature": 2.0})
         batch = Collator(0, columns=objective.teacher.columns)(own[:4])
         if ahead:
-            prefetching_of(teacher).submit(batch)
-            assert teacher.members[0].members[1]._pending and prefetching_of(teacher).fault_of([batch]) is None
+            teacher.prefetch(batch)
+            assert teacher.members[0].members[1]._pending and teacher.prefetch_error([batch]) is None
         output = student(**objective.student_inputs(batch))
         output["loss"].backward()
         figures.append(
@@ -176,7 +175,7 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
         objective.detach()
     for other in figures[1:]:
         torch.testing.assert_close(other, figures[0], rtol=1e-5, atol=1e-6)
-    assert sum("log-probabilities of" in line for line in first_batch_lines(served, batch, None, None)) == 1
+    assert sum("log-probabilities of" in line for line in served.validate_first_batch(batch, None, None)) == 1
     served.close()
 
 
@@ -257,7 +256,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
         figures.append((output["loss"].detach(), *(p.grad.clone() for p in student.parameters())))
         student.zero_grad()
         objective.detach()
-        assert list(flops_per_token(teacher)) == ["route0_teacher_" if is_routed else "teacher_"]
+        assert list(teacher.flops_per_token()) == ["route0_teacher_" if is_routed else "teacher_"]
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-7)
 
 
@@ -348,7 +347,7 @@ def test_check_counts_what_each_model_reads(place):
     from distill.models.load.loading import load_student
 
     student = count_flops(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
-    (work,) = flops_per_token(teacher).values()
+    (work,) = teacher.flops_per_token().values()
     own, read = ([row[f"{who}position_ids"] for row in splits.train] for who in ("", "teacher_"))
     learned = sum(label != -100 for row in splits.train for label in row["labels"])
     sizes = [(sum(map(len, rows)), learned, sum(at + 1 for row in rows for at in row)) for rows in (own, read)]

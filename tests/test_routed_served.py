@@ -20,7 +20,6 @@ from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.capabilities import first_batch_lines, prefetching_of
 from distill.teachers.registry import source_of
 from distill.training.lock_file import read_lock
 
@@ -191,17 +190,16 @@ def test_a_served_route_is_prefetched_and_passes_the_parity_check(place, urls):
     rows = vocabulary.read(recipe.data, 0).train
     batch = Collator(0, columns=teacher.columns)([rows[number] for number in range(4)])
     counts = [member.client.servers.positions for member in teacher.members]
-    prefetching = prefetching_of(teacher)
-    prefetching.submit(batch)
-    assert prefetching.prefetch_depth == 2 and prefetching.fault_of([batch]) is None
+    teacher.prefetch(batch)
+    assert teacher.prefetch_depth == 2 and teacher.prefetch_error([batch]) is None
     asked = [member.client.servers.positions for member in teacher.members]
     assert all(after > before for before, after in zip(counts, asked, strict=True))
     assert set(teacher.targets(batch)) == {0, 1}
     assert [member.client.servers.positions for member in teacher.members] == asked
-    assert sum("log-probabilities of" in line for line in first_batch_lines(teacher, batch, None, None)) == 2
+    assert sum("log-probabilities of" in line for line in teacher.validate_first_batch(batch, None, None)) == 2
     teacher.members[1].stored_head.weights.weight.mul_(1.5)
     with pytest.raises(ValueError, match="log-probabilities made here are off by"):
-        first_batch_lines(teacher, batch, None, None)
+        teacher.validate_first_batch(batch, None, None)
     teacher.close()
 
 

@@ -188,14 +188,14 @@ def test_the_largest_weight_is_known_to_the_loss_alone():
     assert loss.terms[0].weight == 3.0 and loss.at(0).terms[0].weight == 3.0
 
 
-def test_a_prefetched_teacher_is_queried_in_every_step():
+def test_a_prefetched_teacher_is_queried_in_every_step(monkeypatch):
     """Whatever its kind: several with routes may have one among them that is."""
     fading = recipe_of(
         "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}", "terms: [{type: forward_kl}, {type: cross_entropy}]"
     ).loss
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), fading)
     LossSchedule(objective, fading)
-    vars(objective.teacher).update(prefetch_depth=2, submit=lambda batch: None, fault_of=lambda batches: None)
+    monkeypatch.setattr(type(objective.teacher), "prefetch_depth", 2)
     with pytest.raises(ValueError, match="outputs are prefetched"):
         LossSchedule(objective, fading)
 

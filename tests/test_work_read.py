@@ -5,7 +5,6 @@ import torch
 from subjects import across, informed, kept, one, routed, several
 
 from distill.models.flops import FlopCounts, count_flops
-from distill.teachers.capabilities import flops_per_token
 from distill.training.metrics import Meter
 
 MAKERS = {"one": one, "mixture": several, "context": informed, "cross": across, "routed": routed}
@@ -41,7 +40,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
         for call in each
     )
     assert len(calls) == len(teacher.models) and expected > 0
-    without_heads = {p: w and w._replace(trained=0.0) for p, w in flops_per_token(teacher).items()}
+    without_heads = {p: w and w._replace(trained=0.0) for p, w in teacher.flops_per_token().items()}
     meter = Meter(torch.device("cpu"), without_heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
     meter.add(batch, output["statistics"].detach())
@@ -53,7 +52,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
 def test_heads_are_counted_for_the_tokens_of_their_routes():
     subject = routed()
     batch = subject.batch()
-    heads = {prefix: FlopCounts(0.0, 10.0**n, 0.0) for n, prefix in enumerate(flops_per_token(subject.teacher))}
+    heads = {prefix: FlopCounts(0.0, 10.0**n, 0.0) for n, prefix in enumerate(subject.teacher.flops_per_token())}
     objective = subject.objective()
     meter = Meter(torch.device("cpu"), heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
@@ -65,4 +64,4 @@ def test_heads_are_counted_for_the_tokens_of_their_routes():
 
 
 def test_a_teacher_that_is_queried_in_some_steps_has_no_mfu():
-    assert flops_per_token(kept().teacher) == {"": None}
+    assert kept().teacher.flops_per_token() == {"": None}

@@ -22,7 +22,7 @@ from distill_kernels import FusedKLLoss, FusedTopKKLLoss
 from distill.caching.make import Loaded
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.objectives.losses import LogitTransforms
 from distill.objectives.top_k_encoding import (
@@ -82,7 +82,7 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     with eval_mode(student):
         for number in range(len(loaded.splits.validation)):
-            batch = {name: value.to(device) for name, value in collate([loaded.splits.validation[number]]).items()}
+            batch = move_batch(collate([loaded.splits.validation[number]]), device)
             rows, own = batch["valid_rows"], teacher.student_batch(batch, True)
             body = {name: value for name, value in own.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,16 +25,16 @@ from distill.teachers.backends.stored.archived import section_to_load
 from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
 from distill.teachers.backends.stored.plan import LogitHead, head_of
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.source import StoredSource
+from distill.teachers.backends.stored.source import StoredPlan
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
-from distill.teachers.capabilities import quantise_layers, responses_of
-from distill.teachers.interface import LoadContext, Teacher, calibration_of
+from distill.teachers.base import Teacher
 from distill.teachers.kernels import patch_models
+from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, open_pair
 from distill.teachers.registry import source_of
+from distill.teachers.rows.reading import ReadingTeacher
 from distill.teachers.vocabulary import Vocabulary
-from distill.teachers.wrapping import WrappingSource, WrappingTeacher
 
 
 class Loaded(NamedTuple):
@@ -55,7 +54,7 @@ class Loaded(NamedTuple):
     recipe: Recipe
     splits: Splits
     pair: ModelPair
-    keep: StoredSource
+    keep: StoredPlan
     backend: Teacher
     context: LoadContext
     vocabulary: Vocabulary
@@ -100,9 +99,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     recipe = recipe_to_store(recipe)
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
-    stored = source_of(
-        recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"online_cache": os.devnull})})
-    )
+    stored = source_of(recipe, stores="everywhere")
     vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)
     placement, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
@@ -110,14 +107,10 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
         PartialState(cpu=device.type == "cpu")
     context = LoadContext(device, precision, placement, choices, calibration_of(recipe, splits))
     pair = open_pair(source_of(recipe), vocabulary, context)
-    keep, backend, inside = stored, pair.teacher, vocabulary
-    while isinstance(keep, WrappingSource) and not isinstance(keep, StoredSource):
-        assert isinstance(backend, WrappingTeacher)
-        keep, backend, inside = keep.inner, backend.inner, inside.inner  # type: ignore[attr-defined]
-    assert isinstance(keep, StoredSource)
-    return Loaded(
-        recipe, splits, pair, keep, backend, context, inside, head_of(backend), probe_logits(pair.student, "student")
-    )
+    (keep,) = (plan for plan in stored.unwrap_all() if isinstance(plan, StoredPlan))
+    *_, backend = pair.teacher.unwrap_all()
+    inside, student_transform = vocabulary.of_backend(), probe_logits(pair.student, "student")
+    return Loaded(recipe, splits, pair, keep, backend, context, inside, head_of(backend), student_transform)
 
 
 def make_cache(
@@ -166,7 +159,7 @@ def make_cache(
     ready(loaded)
     section = recipe.generate  # shards answer together
     if section.prompts:
-        responses_of(with_store(loaded.pair.teacher, kept), section.prompts, section)
+        with_store(loaded.pair.teacher, kept).respond(section.prompts, section)
     rows = settings.batch_size or recipe.train.batch_size
     with progress(sum(store.required.values())) as advance:
         fill(kept, splits, batch_size=rows, part_bytes=settings.shard_bytes, advance=advance)
@@ -179,12 +172,12 @@ def ready(loaded: Loaded) -> None:
         return
     if loaded.context.device.type == "cuda":
         patch_models(loaded.pair, loaded.context.attention)
-    quantise_layers(loaded.pair.teacher)
+    loaded.pair.teacher.quantise()
 
 
 def with_store(teacher: Teacher, kept: StoredTeacher) -> Teacher:
-    """Return the teacher with the store around its backend."""
-    if not isinstance(teacher, WrappingTeacher):
+    """Return the teacher with the store around its backend, inside the rows that it reads."""
+    if not isinstance(teacher, ReadingTeacher):
         return kept
     twin = copy.copy(teacher)
     twin.inner = with_store(teacher.inner, kept)

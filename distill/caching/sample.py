@@ -39,7 +39,6 @@ from distill.recipe.compatibility import require_command
 from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.backends.stored.archived import maker_section
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import files_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def sample(
         require_command(recipe, "sample --from teacher")
     section: Any = recipe.teacher if who == "teacher" else recipe.student
     own = who == "student" and recipe.student.has_tokenizer
-    answering = recipe.student if own else files_of(source_of(recipe)).tokenizer_section()
+    answering = recipe.student if own else source_of(recipe).tokenizer_section()
     tokenizer = load_tokenizer(answering, "student" if own else "teacher")
     template = load_template(recipe.data.chat_template, tokenizer)
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
@@ -206,7 +205,7 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
 def _positions(recipe: Recipe, who: str) -> int:
     """Return the number of positions that the model supports."""
     of_teacher = who == "teacher" or recipe.student.is_cut
-    section = files_of(source_of(recipe)).config_section() if of_teacher else recipe.student
+    section = source_of(recipe).config_section() if of_teacher else recipe.student
     config = load_config(section, "teacher" if of_teacher else "student").get_text_config()
     return getattr(config, "max_position_embeddings", None) or 2**20
 

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from distill.core.ranks import world_size
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.models.patch.document_rope import follows_length
 from distill.teachers.backends.stored.format import bytes_a_token, documents_of, rows_of
 from distill.teachers.backends.stored.teacher import StoredTeacher
-from distill.teachers.capabilities import is_collective
 
 PARTS, LEAST_ROWS = 64, 32
 
@@ -67,7 +66,6 @@ def fill(
         ValueError: another run stores into the folder.
     """
     store, rank, world = teacher.filled, int(os.environ.get("RANK", "0")), world_size()
-    assert store is not None
     if not store.writes:
         raise ValueError(f"--out: another run stores into {store.folder}; wait for it, or name another folder")
     rows, width = rows_to_read(splits), bytes_a_token(store.manifest)
@@ -78,14 +76,14 @@ def fill(
     collate = Collator(0, omit_plain_positions=omit_positions, columns=teacher.columns)
     for start in range(0, len(rows), batch_size * world):
         mine = rows[start + rank * batch_size : start + (rank + 1) * batch_size]
-        if mine or is_collective(teacher):
+        if mine or teacher.is_collective():
             batch = collate([tables[row.split][row.number] for row in mine])
-            teacher.fill({name: value.to(teacher.device) for name, value in batch.items()}, store)
+            teacher.fill(move_batch(batch, teacher.device), store)
         advance(sum(row.positions for row in rows[start : start + batch_size * world]))
     store.write()
     store.land()
-    if rank == 0 or is_collective(teacher):
+    if rank == 0 or teacher.is_collective():
         store.flush()
-    while rank == 0 and store.missing and not is_collective(teacher):  # copies do not communicate
+    while rank == 0 and store.missing and not teacher.is_collective():  # copies do not communicate
         time.sleep(0.2)
         store.flush()

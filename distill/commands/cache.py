@@ -69,7 +69,6 @@ def cache(
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         raise typer.Exit(launch.restart(processes))
     from distill.caching.make import load, make_cache, ready
-    from distill.teachers.capabilities import is_collective
 
     first = ranks.is_main_process()
     quiet = as_json or not first
@@ -86,7 +85,7 @@ def cache(
         )
     else:
         ready(loaded)
-    if not (first or is_collective(loaded.backend)):
+    if not (first or loaded.backend.is_collective()):
         return
     table: Sequence[Any] = []
     rounded, wanted = None, report or not settings.is_lossless

@@ -227,7 +227,7 @@ def inspect(
     if shade is not None:
         require_command(resolved, "inspect --shade")
     from distill.planning.inspect_batches import token_metrics, tokens_of
-    from distill.teachers.interface import load_context
+    from distill.teachers.load_context import load_context
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
 

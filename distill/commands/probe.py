@@ -14,7 +14,7 @@ import torch
 from transformers import PrinterCallback
 
 from distill.core.console import spinner
-from distill.data.collator import Collator, padding_token
+from distill.data.collator import Collator, move_batch, padding_token
 from distill.models.gpu_specs import family_in, runs_our_kernels
 from distill.models.load.quantised import is_quantised
 from distill.models.patch.patching import patch
@@ -22,8 +22,7 @@ from distill.models.precision.dtypes import resolve_device
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.teachers.backends.fp8 import Fp8Teacher, Offer, fp8_offers
-from distill.teachers.capabilities import quantise_layers
-from distill.teachers.interface import load_context
+from distill.teachers.load_context import load_context
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
 
@@ -83,7 +82,7 @@ def probe(recipe: Recipe) -> ProbeResult:
         )
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)
-        quantise_layers(pair.teacher)
+        pair.teacher.quantise()
         if recipe.student.compute == "fp8":
             compute_in_fp8(pair.student)
         torch.cuda.reset_peak_memory_stats(device)
@@ -121,7 +120,7 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
             patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
         collate = Collator(padding_token(vocabulary.tokenizer, teacher.model.config), omit_plain_positions=True)
         batch = collate([rows[index] for index in range(min(recipe.train.batch_size, len(rows)))])
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        batch = move_batch(batch, device)
         return fp8_offers(teacher.model, teacher.hidden, batch, _milliseconds if device.type == "cuda" else None)
 
 

@@ -117,6 +117,14 @@ class Collator:
         return batch
 
 
+def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return a batch with its tensors on a device; other columns, such as a query to servers, stay in host memory."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value  # which torch and accelerate skip, too
+        for name, value in batch.items()
+    }
+
+
 def _without_padding(row: Row) -> Row:
     """Return a row without the padding that its `attention_mask` [S] masks at its ends."""
     mask = np.asarray(row["attention_mask"]) != 0

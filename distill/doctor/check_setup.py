@@ -15,7 +15,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import IGNORE_INDEX
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
 from distill.doctor.rewards import advantages_of
@@ -25,7 +25,7 @@ from distill.generation.documents import Readers
 from distill.models.patch.packed import isolates_documents
 from distill.objectives.losses import is_soft
 from distill.recipe.loss import Loss
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective, as_teacher
 
 Gradients = dict[str, torch.Tensor]
@@ -153,7 +153,7 @@ class CheckSetup:
     def on_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return a collated batch on the device, with advantages of its documents where the loss has a reward."""
         more = {} if self.loss.rewarded is None else {"advantages": advantages_of(batch)}
-        return {name: tensor.to(self.device) for name, tensor in {**batch, **more}.items()}
+        return move_batch({**batch, **more}, self.device)
 
     def documents(self) -> list[dict[str, list[int]]]:
         """Return the documents of all rows."""

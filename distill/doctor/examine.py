@@ -41,11 +41,10 @@ from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.backends.local import truncated
-from distill.teachers.capabilities import truncated_copy
-from distill.teachers.interface import LoadContext, Teacher, calibration_of
+from distill.teachers.base import Teacher
+from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import data_problems
 from distill.training.quantise import quantise_at_once
 
 ROWS, TOKENS = 6, 64
@@ -157,7 +156,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     opened = opened or contextlib.ExitStack()
     torch.manual_seed(recipe.train.seed)
     plain = _in_float32(recipe)
-    source = source_of(plain)
+    source = source_of(plain, stores="unsaved")
     vocabulary = source.vocabulary()
     splits = vocabulary.read(plain.data, plain.train.seed)
     alone = vocabulary.read(plain.data.model_copy(update={"packing": False}), plain.train.seed)
@@ -176,7 +175,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     # different layers for each: a student cut from the teacher must not become equal to it
     layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
-    small_student, small_teacher = truncated(student, [0, 1]), truncated_copy(teacher, [0, 1 if ends else -1])
+    small_student, small_teacher = truncated(student, [0, 1]), teacher.truncated_copy([0, 1 if ends else -1])
     if small:
         student, teacher = copy.deepcopy(small_student), small_teacher
 
@@ -197,7 +196,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
         packs=recipe.data.packing,
     )
     subject.packing_fault = packing_fault(splits.train, alone.train)
-    subject.data_fault = next(iter(data_problems(source, splits)), None)
+    subject.data_fault = next(iter(source.data_problems(splits)), None)
     subject.last_tokens = last_tokens(splits.train, recipe.data.max_length)
     subject.rows = shortened_rows(splits.train, whole=teacher.rows.whole_documents, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)
@@ -209,8 +208,7 @@ def _in_float32(recipe: Recipe) -> Recipe:
     """
 
     def wide(section: Any) -> Any:
-        stored = {"online_cache": section.online_cache and os.devnull} if hasattr(section, "online_cache") else {}
-        return section.model_copy(update={"dtype": "auto", **stored})
+        return section.model_copy(update={"dtype": "auto"})
 
     return recipe.model_copy(
         update={

@@ -17,7 +17,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
 from distill.doctor.remote_outputs import column_prefix, logits_of
@@ -27,8 +27,8 @@ from distill.models.load.vocabulary import compare
 from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
 from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
+from distill.teachers.base import Teacher
 from distill.teachers.combination.mixture import MixtureFormat
-from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance
@@ -91,7 +91,7 @@ class Reference:
     ) -> tuple[torch.Tensor, int]:
         """Return the sum of a document's losses, and their number, for a reference of several teachers."""
         collate = Collator(0, columns=self.teacher.columns)
-        batch = {name: value.to(device) for name, value in collate([document]).items()}
+        batch = move_batch(collate([document]), device)
         count = len(batch["valid_rows"])
         if count == 0:
             return torch.zeros((), device=device), 0

@@ -21,8 +21,8 @@ from distill.models.head import LogitTransform
 from distill.objectives.targets import Batch, TargetFormat
 from distill.objectives.top_k import TopKFormat
 from distill.recipe.loss import Loss
+from distill.teachers.base import Teacher
 from distill.teachers.combination.routes import RoutedTeacher
-from distill.teachers.interface import Teacher
 from distill.teachers.rows.retokenised.teacher import SpansFormat
 
 OTHERS: dict[type[TargetFormat], type[Reference]] = {SpansFormat: SpansReference, TopKFormat: TopKReference}

@@ -21,7 +21,7 @@ from distill.objectives.top_k_encoding import LEAST_TAIL
 from distill.recipe.loss import Loss
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 
 STORED = 0.05  # largest rounding error of a stored half-precision log-probability, nats
 

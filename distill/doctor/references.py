@@ -12,9 +12,9 @@ from distill.doctor.reference_top_k import TopKReference
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.targets import TargetFormat
 from distill.objectives.top_k import TopKFormat
+from distill.teachers.base import Teacher
 from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.combination.routes import RoutedFormat
-from distill.teachers.interface import Teacher
 from distill.teachers.rows.retokenised.teacher import SpansFormat
 
 REFERENCES: dict[type[TargetFormat], type[Reference]] = {

@@ -25,8 +25,7 @@ from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import HEAD
 from distill.teachers.backends.stored.read import PREFIX
 from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
-from distill.teachers.capabilities import reference_logits
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 from distill.teachers.rows.reading import ReadingTeacher
 
 Stored = dict[str, torch.Tensor]
@@ -87,7 +86,7 @@ def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.
     """Return the logits [N, V] of the trained positions of a teacher without a model in this process."""
     own = store_filler(teacher)
     if (reader := OUTPUT_READERS.get(type(own))) is None:
-        return reference_logits(own, batch["input_ids"]).flatten(0, 1)[batch["valid_rows"]]
+        return own.reference_logits(batch["input_ids"]).flatten(0, 1)[batch["valid_rows"]]
     return reader.logits(own, rows, batch)
 
 

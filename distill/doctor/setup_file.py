@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.doctor.check_setup import CheckSetup
 from distill.models.load.read_weights import read_weights
-from distill.teachers.capabilities import constructor_of
+from distill.teachers.base import Teacher
 
 FILE = "setup.pickle"
 
@@ -39,7 +39,7 @@ class _Writer(pickle.Pickler):
 
     def reducer_override(self, obj: object) -> Any:
         """Return a teacher's constructor; NotImplemented for anything else."""
-        return constructor_of(obj) or NotImplemented
+        return (isinstance(obj, Teacher) and obj.constructor()) or NotImplemented
 
 
 class _Reader(pickle.Unpickler):

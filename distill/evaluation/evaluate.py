@@ -23,9 +23,8 @@ from torch import nn
 from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import Collator
-from distill.teachers.capabilities import flush
-from distill.teachers.interface import Teacher
+from distill.data.collator import Collator, move_batch
+from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 
 NO_GAP = 1e-4  # nats; equal models in 16 bits differ by up to this much
@@ -124,7 +123,7 @@ def evaluate(
     try:
         with torch.no_grad(), eval_mode(student), autocast_context(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)
-        flush(objective.teacher)
+        objective.teacher.flush()
     finally:
         objective.loss = loss
         if not borrowed:
@@ -171,7 +170,7 @@ def _sums(
             yield collator([rows[row] for row in range(start, min(start + batch_size, len(rows)))])
 
     for number, batch in zip(own, objective.prefetch(batches()), strict=True):
-        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        inputs = move_batch(batch, device)
         output = student(**objective.student_inputs(inputs, num_items=1))
         counts = number < len(starts)
         sums += torch.cat([output["statistics"].double(), count_trained_tokens(inputs).double()[None]]) * counts

@@ -24,7 +24,7 @@ from torch import nn
 
 from distill.core import console
 from distill.core.eval_mode import eval_mode
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.evaluation.bootstrap import Interval, mean_intervals, reduction_interval
 from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, metrics_from_statistics, perplexity
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
@@ -101,7 +101,7 @@ def evaluate_documents(
     with eval_mode(*models):
         for first in range(0, len(rows), batch_size):
             chosen = [rows[number] for number in range(first, min(first + batch_size, len(rows)))]
-            batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
+            batch = move_batch(collator(chosen), device)
             keep = batch["valid_rows"]
             labels = batch["labels"].flatten()[keep + 1]
             document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is a document too
@@ -156,7 +156,7 @@ def evaluate_spans(
     try:
         with eval_mode(student, teacher):
             for number, row in enumerate(rows):
-                batch = {name: tensor.to(device) for name, tensor in collate([row]).items()}
+                batch = move_batch(collate([row]), device)
                 counts[number] = len(batch["spans"])
                 if counts[number]:
                     statistics = student(**objective.student_inputs(batch, num_items=1))["statistics"].double().tolist()

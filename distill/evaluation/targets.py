@@ -21,7 +21,6 @@ from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.backends.stored.archived import section_to_load
 from distill.teachers.registry import measure_of, source_of
 from distill.teachers.rows.retokenised.data import load_cross_data
-from distill.teachers.source_capabilities import files_of
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a whole student, of an adapter
 
@@ -113,7 +112,7 @@ def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
     """Return the section of the model whose tokenizer the teacher uses."""
     if teacher is not None or target.recipe is None:
         return teacher_section(target, teacher)
-    return files_of(source_of(target.recipe)).tokenizer_section()
+    return source_of(target.recipe).tokenizer_section()
 
 
 def target_measure(target: Target, teacher: str | None) -> Measure:

@@ -21,9 +21,8 @@ from distill.objectives.top_k_encoding import CHUNK_ELEMENTS
 from distill.planning.device_plan import DevicePlan
 from distill.recipe import FromTeacher, Recipe, Student
 from distill.teachers.backends.stored.archived import section_to_load
-from distill.teachers.interface import TeacherSource
+from distill.teachers.base import TeacherPlan
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import shapes_of
 
 BYTES_PER_LOGIT = 48
 
@@ -36,7 +35,7 @@ def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: 
         batch_size: rows at a time; None for the recipe's.
         sharded: whether each device holds a shard of one teacher.
     """
-    recipe, (teacher, *_) = plan.recipe, shapes_of(plan.source)
+    recipe, (teacher, *_) = plan.recipe, plan.source.shapes()
     size, footprint = plan.precision.teacher.itemsize, plan.footprint(sharded)
     weights = footprint.weights
     if sharded:
@@ -89,14 +88,14 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
 
 def _placement(
     recipe: Recipe, device: torch.device, world: int, batch_size: int | None, cached_tokens: int
-) -> tuple[TeacherSource, Placement]:
+) -> tuple[TeacherPlan, Placement]:
     source = source_of(recipe)
     if world == 1:
         return source, SINGLE_PROCESS
     if device.type != "cuda":
         return source, Placement("ddp", recipe.parallel.teacher == "sharded", True, "as requested")
     plan = DevicePlan.on_cuda(recipe, device, world)
-    (teacher, *_) = shapes_of(source)
+    (teacher, *_) = source.shapes()
     kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * plan.precision.teacher.itemsize
     return source, place_for_caching(plan, batch_size, kv_cache)
 

@@ -11,10 +11,9 @@ from distill.models.precision.dtypes import Precision, resolve_precision
 from distill.models.shape import USABLE
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe
+from distill.teachers.base import TeacherPlan
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import files_of
 
 
 class DevicePlan(NamedTuple):
@@ -30,7 +29,7 @@ class DevicePlan(NamedTuple):
     """
 
     recipe: Recipe
-    source: TeacherSource
+    source: TeacherPlan
     precision: Precision
     memory_bytes: int
     world: int = 1
@@ -55,7 +54,7 @@ class DevicePlan(NamedTuple):
     def student(self) -> MetaModel:
         """The student on the meta device, with its adapters."""
         section = self.recipe.student
-        config = meta_config(files_of(self.source).config_section(), "teacher") if section.is_cut else None
+        config = meta_config(self.source.config_section(), "teacher") if section.is_cut else None
         return meta_student(section, config)
 
     @property

@@ -17,7 +17,6 @@ from distill.models.layers import layer_indices, layers_of
 from distill.models.load.meta_models import meta_config
 from distill.objectives.layer_matching import MatchedTerm, matched_terms
 from distill.planning.device_plan import DevicePlan
-from distill.teachers.source_capabilities import files_of, shapes_of
 
 
 class LayerMemory(NamedTuple):
@@ -41,7 +40,7 @@ def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
     recipe, loss = plan.recipe, plan.recipe.loss
     if not loss.reads_layers:
         return []
-    teacher = meta_config(files_of(plan.source).config_section(), "teacher")
+    teacher = meta_config(plan.source.config_section(), "teacher")
     if recipe.student.is_cut:
         loss = loss.with_kept_layers(layer_indices(recipe.student.from_teacher, layers_of(teacher)))
     return matched_terms(loss, plan.student.config, teacher)
@@ -67,7 +66,7 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
     if not terms:
         return LayerMemory()
     recipe, precision, student = plan.recipe, plan.precision, plan.student.shape
-    (teacher,) = shapes_of(plan.source)
+    (teacher,) = plan.source.shapes()
     tokens, compute = recipe.train.batch_size * recipe.data.max_length, precision.compute.itemsize
     outputs = {other for each in terms if not each.heads for _, other in each.pairs}
     attention = {other for each in terms if each.heads for _, other in each.pairs}

@@ -39,7 +39,6 @@ from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.layer_memory import layer_memory
 from distill.planning.steps import FUSED
-from distill.teachers.source_capabilities import shapes_of
 
 LOADING = "loading of the teacher"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
@@ -100,7 +99,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     recipe, precision, world = plan.recipe, plan.precision, plan.world
     student, teacher = plan.student.shape, plan.footprint(teacher_sharded)
     # The loss compares the columns that both have; a larger student keeps its own columns where there is no soft term.
-    columns = min(student.vocabulary, *(shape.vocabulary for shape in shapes_of(plan.source)))
+    columns = min(student.vocabulary, *(shape.vocabulary for shape in plan.source.shapes()))
     accumulation = plan.accumulation
     tokens = recipe.train.batch_size * recipe.data.max_length
     compute, weight = precision.compute.itemsize, precision.student.itemsize

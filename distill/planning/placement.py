@@ -22,7 +22,6 @@ from distill.models.sharding import Placement, Strategy
 from distill.recipe import Parallel, Recipe
 from distill.teachers.footprint import Footprint
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import shapes_of
 
 if TYPE_CHECKING:
     from distill.planning.device_plan import DevicePlan
@@ -148,7 +147,7 @@ def teacher_server_memory(plan: DevicePlan) -> TeacherServerMemory:
     """Return the placement of the teacher on the server's GPUs."""
     recipe, gpus = plan.recipe, plan.recipe.parallel.teacher_gpus or 1
     plain = plan.with_recipe(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=gpus)
-    copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), shapes_of(plain.source)[0]
+    copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]
     tokens = recipe.train.batch_size * recipe.data.max_length
     wide = 2 * shape.hidden + shape.query + 2 * shape.key_value + 3 * shape.intermediate
     answers = 2 * plan.accumulation * tokens * shape.hidden * plan.world / gpus

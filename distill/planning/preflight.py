@@ -42,17 +42,8 @@ from distill.planning.steps import FUSED, report_to_problem, require_arguments, 
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
 from distill.recipe.unusual_values import unusual_settings
-from distill.teachers.interface import TeacherSource
+from distill.teachers.base import TeacherPlan
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import (
-    copy_cached_state,
-    data_problems,
-    files_of,
-    is_to_be_made,
-    shapes_of,
-    smaller_teachers,
-    source_size_text,
-)
 from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -153,7 +144,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
         gpus,
         plan.world,
         placement.short,
-        _combined_shape(shapes_of(source)),
+        _combined_shape(source.shapes()),
         student.shape,
         plan.accumulation,
         tokens,
@@ -173,7 +164,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
         note = formats_of(student.model, recipe.student.quantise).note()
         report.notes += [f"student.quantise: {note}"] if note else []
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
-    models = {"teacher": files_of(source).config_section(), "student": recipe.student}
+    models = {"teacher": source.config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
     loaded = {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
@@ -194,8 +185,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     report.host = footprint.host * gpus
     report.moved = footprint.moved * plan.accumulation * is_soft(recipe.loss)
     report.advice = advise(plan, device)
-    report.teacher_text = source_size_text(source)
-    if device.cuda and is_to_be_made(source):
+    report.teacher_text = source.size_text()
+    if device.cuda and source.is_to_be_made():
         report.teacher_text += f"; {describe_cache_memory(plan)}"
     _estimate_time(plan, facts, report)
     _estimate_disk(recipe, student.shape, plan.precision, report)
@@ -261,7 +252,7 @@ def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]
     elif train.optimizer_states == "float32" or (train.optimizer_states == "auto" and precision.student.itemsize > 2):
         offer("train", optimizer_states="bfloat16")
     wide = precision.teacher == torch.float32
-    for way in smaller_teachers(source, device.family) if device.cuda else []:
+    for way in source.smaller(device.family) if device.cuda else []:
         if way.same_targets or not wide:
             moved = device_plan(way.recipe, device, plan.world).footprint().moved
             note = f"{moved / GIB:.1f} GiB cross the bus in every micro-batch" if moved else way.note
@@ -287,7 +278,7 @@ def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
     advice = []
     for label, recipe in _memory_savers(plan, device):
         changed = device_plan(recipe, device, plan.world)
-        copy_cached_state(changed.source, plan.source)
+        changed.source.copy_cached_state(plan.source)
         memory = _memory(changed, device)
         if (saved := (now - memory.peak) / GIB) >= 0.05:
             advice.append((label, saved, memory.peak <= changed.usable))
@@ -296,17 +287,17 @@ def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
 
 def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
     recipe, length = plan.recipe, plan.recipe.data.max_length
-    teacher = meta_config(files_of(plan.source).config_section(), "teacher")
+    teacher = meta_config(plan.source.config_section(), "teacher")
     for config, name in ((teacher, "teacher"), (plan.student.config, "student")):
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if most and length > most:
             report.problems.append(f"data.max_length: {recipe.data.max_length} exceeds the {name}'s {most} positions")
 
 
-def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | None:
+def _check_vocabulary(source: TeacherPlan, report: Preflight) -> Vocabulary | None:
     """Compare the tokenizers that are available; return them, or None where they are not or cannot be compared."""
-    recipe, rows = source.recipe, [shape.vocabulary for shape in shapes_of(source)]
-    sections: list[tuple[ModelSection, str]] = [(files_of(source).tokenizer_section(), "teacher")]
+    recipe, rows = source.recipe, [shape.vocabulary for shape in source.shapes()]
+    sections: list[tuple[ModelSection, str]] = [(source.tokenizer_section(), "teacher")]
     if recipe.student.has_tokenizer:
         sections.append((recipe.student, "student"))
     absent = [why for section, name in sections if (why := missing_tokenizer_reason(section, name))]
@@ -347,7 +338,7 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
     return "" if here else f"{section.model} is not on this machine"
 
 
-def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
+def _check_data(source: TeacherPlan, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
     """Read data that are on this machine, and report on them."""
     data, train = source.recipe.data, source.recipe.train
     synthetic = data.is_synthetic
@@ -366,7 +357,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
         report.problems.append(str(error).splitlines()[0])
         report.data = f"{data.source}: cannot be used"
         return None
-    report.problems += data_problems(source, splits)
+    report.problems += source.data_problems(splits)
     facts = splits.report
     report.data, report.trained_share = str(facts), facts.trained_share
     if facts.trained_share < 0.02:

@@ -10,7 +10,6 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.objectives.targets import token_comparison
-from distill.teachers.capabilities import prefetching_of
 
 if TYPE_CHECKING:
     from distill.data.collator import Collator
@@ -46,8 +45,8 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
         batch: Batch collated by it, on the device; equal on all processes.
     """
     teacher = objective.teacher
-    prefetching, comparison = prefetching_of(teacher), token_comparison(teacher.format)
-    answers = teacher.models and teacher.rows.supports_new_rows and not (prefetching and prefetching.prefetch_depth)
+    comparison = token_comparison(teacher.format)
+    answers = teacher.models and teacher.rows.supports_new_rows and not teacher.prefetch_depth
     if not (answers and objective.needs_targets) or comparison is None:
         return []
     labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()

@@ -18,14 +18,13 @@ from distill.objectives.measure import KL, Measure
 from distill.planning.steps import small_data_warnings
 from distill.recipe.quantise import GGUF_FILES
 from distill.reports.gguf_file import gguf_faults
-from distill.teachers.capabilities import size_text
 from distill.teachers.identity import model_name
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
     from distill.planning.run_plan import RunPlan
     from distill.recipe.loss import Schedule
-    from distill.teachers.interface import TeacherSource
+    from distill.teachers.base import TeacherPlan
     from distill.teachers.objective import DistillationObjective
     from distill.teachers.opening import ModelPair
 
@@ -33,7 +32,7 @@ TITLES = {"teacher": "teacher", "before": "student before", "after": "student af
 
 
 def run_summary(
-    source: TeacherSource,
+    source: TeacherPlan,
     pair: ModelPair,
     objective: DistillationObjective,
     *,
@@ -60,7 +59,7 @@ def run_summary(
     whole = plan.tokens_per_step <= data.rows * data.max_length
     step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {plural(data.tokens, 'token')}"
     lines = {
-        "teacher": f"{source.title()}, {size_text(pair.teacher)}",
+        "teacher": f"{source.title()}, {pair.teacher.size_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}" + "".join(map(_line_of, recipe.loss.schedule)),
         "vocabulary": pair.verdict,

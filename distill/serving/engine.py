@@ -47,7 +47,6 @@ from distill.teachers.backends.served.protocol import (
     row_bytes,
 )
 from distill.teachers.backends.stored.settings import MAX_TOP_K, TAILS
-from distill.teachers.capabilities import is_collective
 from distill.teachers.identity import model_name, teacher_identity
 
 LOGITS_BYTES = 64 << 20  # maximum size of a response of /v1/logits
@@ -155,12 +154,12 @@ class Engine:
     ) -> None:
         self.teacher, self.model = teacher, teacher.model
         self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
-        if is_collective(teacher):
+        if teacher.is_collective():
             self.forward = self._forward_together
             self.forward({"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=teacher.model.device)})
         with teacher.hidden.head.open() as (weight, bias, _):
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-            if is_collective(teacher):  # gathered in this context only
+            if teacher.is_collective():  # gathered in this context only
                 weight, bias = weight.clone(), None if bias is None else bias.clone()
         self.weights = HeadWeights(weight, bias, None)
         self.transform = teacher.hidden.transform

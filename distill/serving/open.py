@@ -32,9 +32,8 @@ from distill.serving.sharded import ShardedEngine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, token_of
 from distill.teachers.backends.stored.identity import text_hashes
-from distill.teachers.capabilities import quantise_layers, size_text
-from distill.teachers.interface import load_context
 from distill.teachers.kernels import patch_model
+from distill.teachers.load_context import load_context
 from distill.teachers.registry import source_of
 
 
@@ -103,7 +102,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
         attention = AttentionChoices(recipe).of(teacher.model, "teacher")
         report = patch_model(teacher.model, "teacher", attention)
         console.print_lines(f"{'kernels':<12}teacher: {report}")
-    quantise_layers(teacher)
+    teacher.quantise()
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
     if not sharded:
@@ -198,7 +197,7 @@ def describe(engine: Engine) -> list[str]:
     identity = engine.identity
     number = getattr(torch, identity.dtype).itemsize
     return [
-        f"{'teacher':<12}{identity.model}, {size_text(engine.teacher)}, {identity.hash}",
+        f"{'teacher':<12}{identity.model}, {engine.teacher.size_text()}, {identity.hash}",
         f"{'a token':<12}hidden states {number * identity.hidden:,} bytes; fp8 {identity.hidden + 4:,} (KL "
         f"{identity.notes['fp8_kl']:.1e} nats a token); top 64 {64 * 4 + 6:,}",
     ]

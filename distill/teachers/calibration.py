@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +17,11 @@ from torch import nn
 
 from distill.core.environment import device_name
 from distill.core.ranks import broadcast_from_rank0
+from distill.data.token_cache import cache_key, cached_folder
 from distill.models.layers import layer_indices, layers_of
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student
-from distill.teachers.interface import Calibration, CutRequest, CutStudent
+from distill.teachers.load_context import Calibration, CutRequest, CutStudent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 VERSION = 3  # increase when the same inputs would give another choice
 FILE = "found.json"
-# imported by a student that is cut by rows of data
-CACHED_FOLDER, CACHE_KEY = "distill.data.token_cache:cached_folder", "distill.data.token_cache:cache_key"
 
 
 def cut_identity(cut: FromTeacher, total: int) -> list[int] | dict[str, object]:
@@ -90,7 +88,7 @@ def stored_text(inputs: Sequence[object], compute: Callable[[], str], cache: boo
         made.append(compute())
         (folder / FILE).write_text(made[0])
 
-    folder, _ = resolve_name(CACHED_FOLDER)(resolve_name(CACHE_KEY)(*inputs), build, cache=cache)
+    folder, _ = cached_folder(cache_key(*inputs), build, cache=cache)
     return made[0] if made else (folder / FILE).read_text()
 
 

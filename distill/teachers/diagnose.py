@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from distill.objectives.targets import Batch
-from distill.teachers.capabilities import head_tensors
 from distill.teachers.objective import DistillationObjective
 
 
@@ -27,7 +26,7 @@ def diagnose_teacher(objective: DistillationObjective, batches: Iterable[Batch])
         batches: Micro-batches of the step, on the device.
     """
     teacher = objective.teacher
-    faults = [name for name, tensor in head_tensors(teacher) if _broken(tensor)]
+    faults = [name for name, tensor in teacher.head_tensors() if _broken(tensor)]
     for batch in batches:
         with torch.no_grad():
             targets = list(_tensors(objective.targets(batch)))

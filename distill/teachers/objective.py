@@ -18,8 +18,7 @@ import collections
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from distill_kernels import LossTerm
@@ -29,6 +28,7 @@ from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.patch.output_rows import output_rows
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
+from distill.objectives.layer_matching import LayerMatching, layer_matching
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
 from distill.objectives.measure import Measure
 from distill.objectives.targets import (
@@ -42,13 +42,8 @@ from distill.objectives.targets import (
     token_comparison,
 )
 from distill.recipe.loss import Loss
-from distill.teachers.capabilities import prefetching_of
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 
-if TYPE_CHECKING:
-    from distill.objectives.layer_matching import LayerMatching
-
-LAYER_MATCHING = "distill.objectives.layer_matching:layer_matching"  # of terms that compare layers
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
 
@@ -125,7 +120,7 @@ class DistillationObjective:
 
     Args:
         teacher: A causal language model on the student's device (put in eval mode, its parameters frozen), or any
-            `distill.teachers.interface.Teacher`.
+            `distill.teachers.base.Teacher`.
         student: A causal language model, bare or inside PEFT, before any DDP or FSDP wrapping. Its forward is
             patched (`detach` restores it). Adapters may still be added later.
         loss: A recipe's `loss` section (object or mapping), the name of one divergence, a sequence of `LossTerm`,
@@ -157,7 +152,7 @@ class DistillationObjective:
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
         self.layers: LayerMatching | None = None
         if isinstance(loss, Loss) and loss.reads_layers:
-            self.layers = resolve_name(LAYER_MATCHING)(self.teacher.models, student, loss)
+            self.layers = layer_matching(self.teacher.models, student, loss)
         self._student: nn.Module | None = None
         self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None
@@ -209,14 +204,15 @@ class DistillationObjective:
         """Yield the batches in their order, while those that follow are submitted to the teacher, where it prefetches.
 
         Args:
-            batches: collated; up to `Prefetches.prefetch_depth` of them are taken before they are yielded.
+            batches: collated; up to `Teacher.prefetch_depth` of them are taken before they are yielded.
             least: batches to submit ahead at least, where the teacher prefetches.
         """
-        prefetching, waiting = prefetching_of(self.teacher), collections.deque[B]()
-        count = max(prefetching.prefetch_depth, least) if prefetching is not None and prefetching.prefetch_depth else 0
+        waiting = collections.deque[B]()
+        depth = self.teacher.prefetch_depth
+        count = max(depth, least) if depth else 0
         for batch in batches:
-            if prefetching is not None and count and self.needs_targets:
-                prefetching.submit(batch)
+            if count and self.needs_targets:
+                self.teacher.prefetch(batch)
             waiting.append(batch)
             if len(waiting) > count:
                 yield waiting.popleft()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -13,18 +12,16 @@ from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
-from distill.teachers.capabilities import student_cut_from
-from distill.teachers.interface import CutRequest
+from distill.models.patch.packed import packing_problem
+from distill.teachers.calibration import cut_from
+from distill.teachers.load_context import CutRequest
 
 if TYPE_CHECKING:
     from distill.objectives.plugin import Plugin
     from distill.recipe import Recipe
-    from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+    from distill.teachers.base import Teacher, TeacherPlan
+    from distill.teachers.load_context import LoadContext
     from distill.teachers.vocabulary import Vocabulary
-
-# imported where a recipe needs them: a student cut from another model, packed data
-CUT_FROM = "distill.teachers.calibration:cut_from"
-PACKING_PROBLEM = "distill.models.patch.packed:packing_problem"
 
 
 class ModelPair(NamedTuple):
@@ -56,7 +53,7 @@ class ModelPair(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContext) -> Iterator[ModelPair]:
+def opened_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext) -> Iterator[ModelPair]:
     """Yield the pair of `open_pair`, and close its teacher at the end, also after an error."""
     pair = open_pair(source, vocabulary, context)
     try:
@@ -65,11 +62,11 @@ def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadCont
         pair.teacher.close()
 
 
-def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContext) -> ModelPair:
+def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext) -> ModelPair:
     """Load teacher and student, and check that they can be compared.
 
     Args:
-        source: Source of the recipe's teacher.
+        source: Plan of the recipe's teacher.
         vocabulary: Vocabulary of the source; tokenizers are compared before weights are read.
         context: device, dtypes and placement.
 
@@ -89,10 +86,10 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     layer_indices, dtype = None, context.precision.student
     request = CutRequest(without_lora.model_copy(update={"model": None}), device, dtype, context.calibration)
     if section.is_cut:
-        student, layer_indices = student_cut_from(teacher, request)
+        student, layer_indices = teacher.cut_student(request)
     else:
         student = load_student(without_lora, device=device, dtype=dtype)
-        student = student if section.cut is None else resolve_name(CUT_FROM)(student, request).model
+        student = student if section.cut is None else cut_from(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
         check_length(recipe, model, field)
@@ -141,7 +138,7 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
     attention = attention_of(recipe, field)
     # transformers' flash attention keeps documents apart only in a batch of one row
     one_row = recipe.train.batch_size == 1 and "flash" in attention
-    problem = resolve_name(PACKING_PROBLEM)(model, longest=recipe.data.max_length, row_by_row=one_row)
+    problem = packing_problem(model, longest=recipe.data.max_length, row_by_row=one_row)
     if problem is None:
         return
     # there our attention will take the place of the model's own
@@ -160,6 +157,6 @@ def isolates_documents_with_kernels(model: Any, longest: int | None = None) -> b
     decoder = decoder_of(model)
     use_fused_attention(bare(model), decoder)
     try:
-        return resolve_name(PACKING_PROBLEM)(model, longest=longest) is None
+        return packing_problem(model, longest=longest) is None
     finally:
         stop_fused_attention(bare(model), decoder)

@@ -14,7 +14,7 @@ from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.models.prune.candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
 from distill.recipe import FromTeacher, Importance, Student
 from distill.teachers.calibration import stored_selection, stored_text
-from distill.teachers.interface import Calibration, calibration_of
+from distill.teachers.load_context import Calibration, calibration_of
 from distill.teachers.registry import source_of
 
 if TYPE_CHECKING:

@@ -2,101 +2,119 @@
 
     source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
 
-Each layer exists where the recipe names it: `teacher.online_cache` a store (`teacher.top_k` one of a batch alone),
-`teacher.context` or `student.vocabulary: cross` other rows than the student's, `teachers` several teachers. Its module
-is imported then.
+Each is there where the recipe names it: `teacher.online_cache` a store (`teacher.top_k` one of a batch alone),
+`teacher.context` or `student.vocabulary: cross` other rows than the student's, `teachers` several teachers.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 from distill.objectives.measure import Measure
 from distill.recipe import Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.interface import TeacherSource
-from distill.teachers.source_capabilities import measure_of_source
+from distill.teachers.base import TeacherPlan
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
-Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
-# by backend; a maker takes a recipe with this teacher alone, the teacher's section and the field that holds it
-BACKENDS = {
-    "local": "distill.teachers.backends.local:ModelSource",
-    "average": "distill.teachers.backends.student:AverageSource",
-    "launched": "distill.teachers.backends.served.launched:LaunchedSource",
-    "server": "distill.teachers.backends.served.source:ServerSource",
-    "cache": "distill.teachers.backends.stored.archived:ArchivedSource",
-}
-# sources around others
-LAYERS = {
-    "stored": "distill.teachers.backends.stored.source:StoredSource",
-    "context": "distill.teachers.rows.context.teacher:ContextSource",
-    "cross": "distill.teachers.rows.retokenised.teacher:CrossSource",
-    "several": "distill.teachers.combination.source:SeveralSource",
-}
+# takes a recipe with this teacher alone, the teacher's section and the field that holds it
+PlanMaker = Callable[[Recipe, TeacherSection, str], TeacherPlan]
+# where stored outputs go: into the folders that the recipe names; nowhere; into a store for every teacher, whose folder
+# is set later
+Stores = Literal["as set", "unsaved", "everywhere"]
 
 
-def source_of(recipe: Recipe) -> TeacherSource:
-    """Return the recipe's teacher, before it is loaded."""
+def source_of(recipe: Recipe, *, stores: Stores = "as set") -> TeacherPlan:
+    """Return the recipe's teacher, before it is loaded.
+
+    Args:
+        recipe: Recipe of the run.
+        stores: Where outputs are stored: as the recipe has it; "unsaved" writes no file, as doctor wants it;
+            "everywhere" puts a store around each backend, as `distill cache` fills one.
+    """
     description = describe_teacher(recipe)
-    members = [source_for(recipe, section, field) for field, section in description.members.items()]
+    members = [source_for(recipe, section, field, stores) for field, section in description.members.items()]
     if not recipe.teachers:
         return members[0]
-    several: TeacherSource = resolve_name(LAYERS["several"])(recipe, description, members)
-    return several
+    from distill.teachers.combination.source import SeveralPlan  # imports the data of routes
+
+    return SeveralPlan(recipe, description, members)
 
 
-def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSource:
+def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stores = "as set") -> TeacherPlan:
     """Return one teacher of a recipe, before it is loaded.
 
     Args:
         recipe: Recipe of the run.
         section: Section of the teacher; for one of several without its weight and route.
         field: Field of the recipe that holds the section, such as `teachers.1`.
+        stores: As of `source_of`.
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
-    source = backend_maker(recipe, section, field)(alone, section, field)
-    if section.online_cache is not None or (section.is_loaded and section.top_k is not None):
-        source = resolve_name(LAYERS["stored"])(source, section, field)
+    plan = backend_maker(recipe, section, field)(alone, section, field)
+    is_stored = section.online_cache is not None or stores == "everywhere"
+    # the imports below are of what few recipes have
+    if is_stored or (section.is_loaded and section.top_k is not None):
+        from distill.teachers.backends.stored.source import StoredPlan
+
+        plan = StoredPlan(plan, section, field, writes=stores == "as set")
     if section.context is not None:
-        source = resolve_name(LAYERS["context"])(source, section.context)
+        from distill.teachers.rows.context.teacher import ContextPlan
+
+        plan = ContextPlan(plan, section.context)
     if recipe.student.vocabulary == "cross" and not recipe.teachers:  # on routes by the tokenizer of each teacher
-        source = resolve_name(LAYERS["cross"])(source)
-    return source
+        from distill.teachers.rows.retokenised.teacher import CrossPlan
+
+        plan = CrossPlan(plan)
+    return plan
 
 
-def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> Maker:
-    """Return what makes the source of a teacher's backend: one of `BACKENDS`, or one that a package registers.
+def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> PlanMaker:
+    """Return what makes the plan of a teacher's backend, one of this package or one that another registers.
 
     Raises:
         ValueError: no installed package registers it.
     """
-    if section.backend is None:
-        own: Maker = resolve_name(BACKENDS[backend_of(recipe, section)])
-        return own
-    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    if section.backend not in found:
-        known = ", ".join(sorted(found)) or "none"
-        raise ValueError(
-            f"{field}.backend: expected one that an installed package registers ({known}), got {section.backend!r}"
-        )
-    maker: Maker = found[section.backend].load()
-    return maker
+    if section.backend is not None:
+        return registered_backend(section.backend, field)
+    # imported here, each alone: servers bring HTTP clients, stores and caches their file formats
+    if section.type == "cache":
+        from distill.teachers.backends.stored.archived import ArchivedPlan
 
+        return ArchivedPlan
+    if section.type == "server":
+        from distill.teachers.backends.served.source import ServerPlan
 
-def backend_of(recipe: Recipe, section: TeacherSection) -> str:
-    """Return the name in `BACKENDS` of what computes a teacher's outputs."""
-    if not section.is_loaded:
-        return section.type
+        return ServerPlan
     if section.ema is not None:
-        return "average"
-    return "launched" if recipe.parallel.teacher == "served" else "local"
+        from distill.teachers.backends.student import AveragePlan
+
+        return AveragePlan
+    if recipe.parallel.teacher == "served":
+        from distill.teachers.backends.served.launched import LaunchedPlan
+
+        return LaunchedPlan
+    from distill.teachers.backends.local import LocalPlan
+
+    return LocalPlan
+
+
+def registered_backend(name: str, field: str) -> PlanMaker:
+    """Return what makes the plan of a backend that an installed package registers.
+
+    Raises:
+        ValueError: none registers it.
+    """
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise ValueError(f"{field}.backend: expected one that an installed package registers ({known}), got {name!r}")
+    maker: PlanMaker = found[name].load()
+    return maker
 
 
 def measure_of(recipe: Recipe, stored: Mapping[str, Any] | None = None) -> Measure:
     """Return the measure of a run from its result.json or before.json, else from its recipe."""
-    return Measure(**stored) if stored else measure_of_source(source_of(recipe))
+    return Measure(**stored) if stored else source_of(recipe).measure()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.data.chat import ChatTemplate, load_template, with_template
@@ -37,6 +39,7 @@ class Vocabulary:
     """
 
     top_k = False
+    _reader: Callable[[Data, int], Splits] | None = None
 
     def __init__(self, recipe: Recipe, teacher: ModelSection, id_bound: int | None = None, top_k: bool = False) -> None:
         """Read the teacher's tokenizer.
@@ -76,8 +79,30 @@ class Vocabulary:
         """Return the tokenizers of every teacher and, last, of the student, as read; None for random tokens."""
         return None if self.tokenizer is None else [self.tokenizer, self.student_tokenizer]
 
+    def with_reader(
+        self, reader: Callable[[Data, int], Splits], id_bound: int | None = None, top_k: bool = False
+    ) -> Vocabulary:
+        """Return the same vocabulary, with data that are read in another way.
+
+        Args:
+            reader: Function from a recipe's `data` section and a seed to the rows.
+            id_bound: Exclusive upper bound of random ids; None for the present one.
+            top_k: True if the targets are K tokens per position here, whatever the present ones are.
+        """
+        other = copy.copy(self)
+        other._reader = reader
+        other._id_bound = self._id_bound if id_bound is None else id_bound
+        other.top_k = self.top_k or top_k
+        return other
+
+    def of_backend(self) -> Vocabulary:
+        """Return the vocabulary that the teacher's backend is opened with, inside another tokenizer's."""
+        return self
+
     def read(self, data: Data, seed: int) -> Splits:
         """Return training and held-out rows."""
+        if self._reader is not None:
+            return self._reader(data, seed)
         return load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)
 
     def prepare(self) -> None:

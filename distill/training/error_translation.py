@@ -20,7 +20,6 @@ from distill.models.precision.dtypes import resolve_device
 from distill.recipe.resume_policy import why_batch_size_stays
 from distill.recipe.teachers import teacher_sections
 from distill.teachers.registry import source_of
-from distill.teachers.source_capabilities import smaller_teachers
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 
@@ -117,7 +116,7 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
 
 def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
     family = family_in(resolve_device(recipe.train))
-    return [] if recipe.parallel.teacher == "sharded" else smaller_teachers(source_of(recipe), family)
+    return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller(family)
 
 
 def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:

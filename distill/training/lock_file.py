@@ -30,7 +30,7 @@ from distill.models.load.loading import STUDENT_SEED, TEACHER_SEED
 from distill.models.patch.attention import BACKENDS
 from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 
 if TYPE_CHECKING:
     from distill.teachers.vocabulary import Vocabulary

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distill.recipe import Loss
-from distill.teachers.capabilities import prefetching_of
 from distill.training.listeners import StepListener
 
 if TYPE_CHECKING:
@@ -32,9 +31,8 @@ class LossSchedule(StepListener):
         self.objective, self.section = objective, section
         self.now: Loss | None = None
         teacher = objective.teacher
-        prefetching = prefetching_of(teacher)
         # stored outputs may stay unread
-        prefetches = prefetching is not None and prefetching.prefetch_depth and teacher.rows.supports_new_rows
+        prefetches = teacher.prefetch_depth and teacher.rows.supports_new_rows
         if prefetches and section.leaves_the_teacher_out:
             raise ValueError(
                 "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's outputs "

@@ -15,7 +15,6 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.core.ranks import world_size
-from distill.teachers.capabilities import prefetching_of
 from distill.training.checkpoints import CHECKPOINT
 from distill.training.listeners import StepListener
 from distill.training.transformers_compat import TransformersCompat
@@ -26,17 +25,15 @@ if TYPE_CHECKING:
 
 
 class TeacherPrefetcher(StepListener):
-    """Listener that submits a step's micro-batches to the teacher ahead of use.
+    """Listener that has the teacher prefetch a step's micro-batches, where it does.
 
     Args:
-        objective: Objective that holds the teacher, which prefetches.
+        objective: Objective that holds the teacher.
         trainer: Trainer of the student.
     """
 
     def __init__(self, objective: DistillationObjective, trainer: TransformersCompat) -> None:
-        prefetching = prefetching_of(objective.teacher)
-        assert prefetching is not None
-        self.objective, self.trainer, self.prefetching = objective, trainer, prefetching
+        self.objective, self.trainer = objective, trainer
         self._epoch: tuple[Iterator[Collated] | None, Iterator[Collated] | None] = (None, None)
 
     @contextmanager
@@ -53,7 +50,7 @@ class TeacherPrefetcher(StepListener):
 
     def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
         """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use if they are final."""
-        if not are_final or not self.prefetching.prefetch_depth:
+        if not are_final or not self.objective.teacher.prefetch_depth:
             return batches
         if self._epoch[0] is not batches:
             self._epoch = batches, self.objective.prefetch(batches, count)
@@ -63,7 +60,7 @@ class TeacherPrefetcher(StepListener):
     @property
     def prefetch_enabled(self) -> bool:
         """Return whether the next step's targets are computed before they are needed."""
-        return self.prefetching.prefetch_depth > 0 and self.objective.needs_targets
+        return self.objective.teacher.prefetch_depth > 0 and self.objective.needs_targets
 
     def batches_taken(self, batches: list[Collated], upcoming: Iterable[Collated]) -> None:
         """Wait for the teacher outputs of a step's micro-batches, and submit those of later steps.
@@ -78,11 +75,11 @@ class TeacherPrefetcher(StepListener):
     def _submit(self, batches: Iterable[Collated]) -> None:
         """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""
         for batch in batches:
-            self.prefetching.submit(batch)
+            self.objective.teacher.prefetch(batch)
 
     def _wait(self, batches: Sequence[Collated]) -> None:
         self._submit(batches)  # rollouts are submitted only now
-        fault = self.prefetching.fault_of(batches)
+        fault = self.objective.teacher.prefetch_error(batches)
         anywhere = fault is not None
         if world_size() > 1:  # a single process need not wait for the GPU here
             here = torch.tensor(float(anywhere), device=self.trainer.args.device)

@@ -15,7 +15,6 @@ from distill.models.gpu_specs import runs_our_kernels
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe import Loss, Recipe
-from distill.teachers.capabilities import flops_per_token, flush, following, prefetching_of
 from distill.teachers.objective import DistillationObjective
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
@@ -60,13 +59,12 @@ def training_listeners(
         limit=LIMIT if scaler is None else 10 * LIMIT,  # float16: the scaler finds its scale by steps that overflow
         diagnose=teacher_diagnosis(trainer, objective),
     )
-    flops = flops_per_token(objective.teacher), count_flops(trainer.model, trains=True)
+    flops = objective.teacher.flops_per_token(), count_flops(trainer.model, trains=True)
     meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
     found: list[TrainerCallback] = [guard]
     if trainer.accelerator.num_processes > 1:
         found.append(RankWatch(folder))
-    if prefetching_of(objective.teacher) is not None:
-        found.append(TeacherPrefetcher(objective, trainer))
+    found.append(TeacherPrefetcher(objective, trainer))
     found += [CachedModules(trainer), TeacherUpdates(trainer, objective)]
     found.append(TrainingMetrics(meter, trainer.sum_over_ranks))
     section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
@@ -162,24 +160,21 @@ class TeacherUpdates(StepListener):
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Update a moving-average teacher."""
-        for each in following(self.objective.teacher):
-            each.update_ema(self.objective.student)
+        self.objective.teacher.update_ema(self.objective.student)
 
     def on_epoch_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
-        flush(self.objective.teacher)
+        self.objective.teacher.flush()
 
     def save(self, checkpoint: Path) -> None:
         """Flush cached outputs, and write what training has changed in the teacher."""
-        flush(self.objective.teacher)
+        self.objective.teacher.flush()
         if self.args.should_save:
-            for each in following(self.objective.teacher):
-                each.save(checkpoint)
+            self.objective.teacher.save(checkpoint)
 
     def restore(self, checkpoint: Path) -> None:
         """Restore what training has changed in the teacher."""
-        for each in following(self.objective.teacher):
-            each.restore(checkpoint)
+        self.objective.teacher.restore(checkpoint)
 
 
 class CachedModules(StepListener):

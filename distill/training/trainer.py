@@ -25,11 +25,11 @@ from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, padding_token
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import follows_length, rope_by_document
+from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch
 from distill.recipe import Loss
-from distill.teachers.capabilities import move_to
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import Listeners
@@ -48,7 +48,7 @@ class DistillationTrainer(TransformersCompat):
     Args:
         model: The student: a causal language model, bare or wrapped by PEFT. Its forward is patched.
         teacher: A causal language model over the same vocabulary, or any other kind of
-            `distill.teachers.interface.Teacher`; moved to the student's device and frozen.
+            `distill.teachers.base.Teacher`; moved to the student's device and frozen.
         args: `Trainer`'s arguments. Five are overwritten, since other values give wrong losses or gradients here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
             `accelerator_config.dispatch_batches` (which slices every tensor of a batch to its number of rows) to
@@ -101,7 +101,10 @@ class DistillationTrainer(TransformersCompat):
             callbacks=callbacks,
             **more,
         )
-        move_to(teacher, args.device)
+        if not isinstance(teacher, nn.Module):
+            teacher.move_to(args.device)
+        elif not is_sharded(teacher):
+            teacher.to(args.device)
         # FSDP moves the student later; the objective needs both models on the device now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:

@@ -22,7 +22,6 @@ from transformers import TrainerControl, TrainerState
 
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
-from distill.teachers.capabilities import following
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 from distill.training.trainer import DistillationTrainer
@@ -109,7 +108,7 @@ def is_measured_first(trainer: DistillationTrainer, *, resumed: bool) -> bool:
     It must be where training changes the teacher, too, where loaded weights are replaced by a checkpoint's, and where
     its weights are sharded or a copy of them takes too much memory.
     """
-    if resumed or trainer.is_fsdp_enabled or following(trainer.objective.teacher):
+    if resumed or trainer.is_fsdp_enabled or trainer.objective.teacher.follows_student:
         return True
     import psutil  # comes with accelerate
 

@@ -29,13 +29,13 @@ from distill.models.head import find_head, probe_logits
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
-from distill.teachers.backends.local import LoadedTeacher, ModelSource
+from distill.teachers.backends.local import LoadedTeacher, LocalPlan
 from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.plan import head_of
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.source import StoredSource
-from distill.teachers.interface import LoadContext
+from distill.teachers.backends.stored.source import StoredPlan
+from distill.teachers.load_context import LoadContext
 from distill.teachers.opening import ModelPair
 from distill.teachers.vocabulary import Vocabulary
 from scripts.study.runs import Bench, Judged, free, row_of, train
@@ -65,7 +65,7 @@ class TeacherBench(Bench):
             teacher = LoadedTeacher(self.teacher, tokenizer=self.tokenizer)
             splits, vocabulary = self.splits(setup), Vocabulary(recipe, recipe.teacher)
             section = recipe.teacher.model_copy(update={"online_cache": str(folder)})
-            keep = StoredSource(ModelSource(recipe), section)
+            keep = StoredPlan(LocalPlan(recipe), section)
             keep.note_data(splits)
             loaded = Loaded(
                 recipe,

@@ -25,10 +25,9 @@ from distill.objectives.losses import LogitTransforms
 from distill.objectives.targets import Batch, VocabularyAlignment
 from distill.recipe.models import sort_parts
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.capabilities import ChecksFirstBatch, Quantises
 
 
-class Fp8Teacher(LoadedTeacher, ChecksFirstBatch, Quantises):
+class Fp8Teacher(LoadedTeacher):
     """A causal language model that was quantised while it was loaded, or is by its first batch or `quantise`.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,32 +21,18 @@ from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets
 from distill.recipe import Generate, Recipe
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.capabilities import (
-    Constructor,
-    CopiesTruncated,
-    CutsStudents,
-    Prompt,
-    Reconstructs,
-    Responds,
-    is_collective,
-)
-from distill.teachers.identity import model_name
-from distill.teachers.interface import CutRequest, CutStudent, LoadContext, Teacher, TeacherSource
-from distill.teachers.source_capabilities import OffersSmaller
+from distill.teachers.backends.local_memory import loading_bytes, model_footprint, smaller_variants
+from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
+from distill.teachers.load_context import CutRequest, CutStudent, LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
-# imported by planning, and by a teacher in fp8
-LOADING_BYTES = "distill.teachers.backends.local_memory:loading_bytes"
-FOOTPRINT = "distill.teachers.backends.local_memory:model_footprint"
-SMALLER = "distill.teachers.backends.local_memory:smaller_variants"
-FP8_TEACHER = "distill.teachers.backends.fp8:Fp8Teacher"
 SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
 
 
-class LoadedTeacher(Teacher, CopiesTruncated, CutsStudents, Reconstructs, Responds):
+class LoadedTeacher(Teacher):
     """A causal language model, frozen and in eval mode.
 
     Args:
@@ -77,7 +62,7 @@ class LoadedTeacher(Teacher, CopiesTruncated, CutsStudents, Reconstructs, Respon
         return cut_from(self.model, request)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        if self.tokenizer is None or not (is_main_process() or is_collective(self)):
+        if self.tokenizer is None or not (is_main_process() or self.is_collective()):
             return None
         from distill.generation.greedy import generate
 
@@ -102,8 +87,8 @@ def truncated(model: Any, layers: Sequence[int]) -> Any:
     return cut_layers(model, indices).to(model.device)
 
 
-class ModelSource(TeacherSource, OffersSmaller):
-    """Source of a local teacher: its recipe section, and its shape before any weight is loaded.
+class LocalPlan(TeacherPlan):
+    """Plan of a local teacher: its recipe section, and its shape before any weight is loaded.
 
     Args:
         recipe: Recipe of the run.
@@ -112,16 +97,13 @@ class ModelSource(TeacherSource, OffersSmaller):
     """
 
     def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
-        self.recipe, self.section, self.field = recipe, section or recipe.teacher, field
+        super().__init__(recipe, section, field)
         self.sections = {field: self.section}
         self.shardable = self.section.offload is None and self.section.dtype != "int8"
 
     def meta(self) -> MetaModel:
         """Return the model on the meta device, without memory."""
         return meta_model(meta_config(self.section, self.field), self.field)
-
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.recipe, self.section)
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """Return the settings that 8-bit weights, a quantised checkpoint or sharding do not support."""
@@ -183,23 +165,19 @@ class ModelSource(TeacherSource, OffersSmaller):
         return problems
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        footprint: Footprint = resolve_name(FOOTPRINT)(self, context)
-        return footprint
+        return model_footprint(self, context)
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
         """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
-        smaller: list[SmallerTeacher] = resolve_name(SMALLER)(self, family)
-        return smaller
-
-    def title(self) -> str:
-        return model_name(self.section)
+        return smaller_variants(self, family)
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> LoadedTeacher:
-        model, given = self.load(context), {"field": self.field, "tokenizer": vocabulary.teacher_tokenizer}
+        model, tokenizer = self.load(context), vocabulary.teacher_tokenizer
         if self.section.dtype == "fp8":
-            fp8: LoadedTeacher = resolve_name(FP8_TEACHER)(model, skip=self.section.fp8_skip, **given)
-            return fp8
-        return LoadedTeacher(model, **given)
+            from distill.teachers.backends.fp8 import Fp8Teacher  # a subclass of the teacher here
+
+            return Fp8Teacher(model, skip=self.section.fp8_skip, field=self.field, tokenizer=tokenizer)
+        return LoadedTeacher(model, field=self.field, tokenizer=tokenizer)
 
     def load(self, context: LoadContext) -> Any:
         """Load the model as its section and the placement require; a sharded model is patched before it is sharded."""
@@ -221,6 +199,6 @@ class ModelSource(TeacherSource, OffersSmaller):
             from distill.models.shape import USABLE
 
             total = torch.cuda.get_device_properties(device).total_memory
-            if resolve_name(LOADING_BYTES)(self, context.precision) > USABLE * total:
+            if loading_bytes(self, context.precision) > USABLE * total:
                 return load_a_layer_at_a_time(self.section, device=device, dtype=dtype)
         return load_teacher(self.section, device=device, dtype=dtype)

@@ -12,6 +12,8 @@ An fp8 teacher is loaded in 16 bits and then quantised, or layer by layer where 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from distill.models.gpu_specs import has_fp8
 from distill.models.load.meta_models import meta_student
 from distill.models.precision.dtypes import Precision
@@ -19,11 +21,13 @@ from distill.models.precision.fp8_teacher import find_skipped
 from distill.models.shape import USABLE, Shape
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.backends.local import ModelSource
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
+if TYPE_CHECKING:
+    from distill.teachers.backends.local import LocalPlan
 
-def model_footprint(source: ModelSource, context: FootprintContext) -> Footprint:
+
+def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
     """Return the footprint by the formulas at the head of this file."""
     precision, shape = context.precision, source.meta().shape
     size = precision.teacher.itemsize
@@ -41,7 +45,7 @@ def model_footprint(source: ModelSource, context: FootprintContext) -> Footprint
     )
 
 
-def smaller_variants(source: ModelSource, family: str | None = None) -> list[SmallerTeacher]:
+def smaller_variants(source: LocalPlan, family: str | None = None) -> list[SmallerTeacher]:
     """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
     recipe, section = source.recipe, source.section
     if section.offload is not None or section.dtype in EIGHT_BITS:
@@ -64,7 +68,7 @@ def smaller_variants(source: ModelSource, family: str | None = None) -> list[Sma
     return [SmallerTeacher(f"teacher.dtype={bits}", in_8_bits, saved, effect), offload]
 
 
-def loading_bytes(source: ModelSource, precision: Precision) -> float:
+def loading_bytes(source: LocalPlan, precision: Precision) -> float:
     """Return the bytes of teacher and student at loading, before the teacher is quantised."""
     meta = source.meta()
     student = meta_student(source.recipe.student, meta.config).shape

@@ -14,16 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distill.models.head import bare
-from distill.teachers.backends.local import LoadedTeacher, ModelSource, truncated
-from distill.teachers.capabilities import FollowsStudent
+from distill.teachers.backends.local import LoadedTeacher, LocalPlan, truncated
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import LoadContext
+from distill.teachers.load_context import LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 FILE = "teacher.safetensors"  # of a checkpoint
 
 
-class AveragedTeacher(LoadedTeacher, FollowsStudent):
+class AveragedTeacher(LoadedTeacher):
     """An EMA of the student: after each step, `share` times itself plus (1 - `share`) times the student.
 
     Args:
@@ -41,6 +40,10 @@ class AveragedTeacher(LoadedTeacher, FollowsStudent):
 
     def truncated_copy(self, layers: Sequence[int]) -> AveragedTeacher:
         return AveragedTeacher(truncated(self.model, layers), self.share, field=next(iter(self.models)))
+
+    @property
+    def follows_student(self) -> bool:
+        return True
 
     @torch.no_grad()
     def update_ema(self, student: nn.Module) -> None:
@@ -77,8 +80,8 @@ def _is_wide(parameter: torch.Tensor) -> bool:
     return parameter.dtype.itemsize >= 4
 
 
-class AverageSource(ModelSource):
-    """The source of an `AveragedTeacher`; arguments as of `ModelSource`."""
+class AveragePlan(LocalPlan):
+    """The plan of an `AveragedTeacher`; arguments as of `LocalPlan`."""
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the model's footprint, with the average in float32 where its weights are narrower."""

@@ -32,18 +32,7 @@ from distill.objectives.losses import TargetLoss
 from distill.objectives.targets import Batch, HeadForward, LossResult, TargetProperties, VocabularyAlignment
 from distill.recipe import Generate
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.capabilities import (
-    Constructor,
-    CopiesTruncated,
-    Layer,
-    Part,
-    Prompt,
-    Reconstructs,
-    Responds,
-    stores_of,
-    truncated_copy,
-)
-from distill.teachers.interface import AcceptedRows, Teacher
+from distill.teachers.base import AcceptedRows, Constructor, InnerTeacher, Prompt, Teacher
 from distill.teachers.rows.context.data import ContextColumns
 from distill.teachers.rows.reading import PREFIX
 
@@ -91,10 +80,10 @@ class MixtureFormat(FusedFormat):
 
 def models_of(teacher: Teacher) -> Mapping[str, nn.Module]:
     """Return the models that identify a teacher; none of one with a store, which needs none once that is full."""
-    return {} if stores_of(teacher) else teacher.models
+    return {} if teacher.stores_outputs else teacher.models
 
 
-class SeveralTeachers(Teacher, Layer):
+class SeveralTeachers(Teacher):
     """Common base of mixtures and of routed teachers.
 
     Args:
@@ -112,10 +101,10 @@ class SeveralTeachers(Teacher, Layer):
             whole_documents=any(member.rows.whole_documents for member in self.members),
         )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[InnerTeacher]:
         """Return the members, each with its columns of a batch."""
         return [
-            Part(member, self.prefix_of(number), functools.partial(self.member_batch, number))
+            InnerTeacher(member, self.prefix_of(number), functools.partial(self.member_batch, number))
             for number, member in enumerate(self.members)
         ]
 
@@ -137,12 +126,8 @@ class SeveralTeachers(Teacher, Layer):
         """Return the fingerprints of the members whose weights are not in this process, or need not be."""
         return {f"member {number}": m.fingerprint() for number, m in enumerate(self.members) if not models_of(m)}
 
-    def close(self) -> None:
-        for member in self.members:
-            member.close()
 
-
-class MixtureTeacher(SeveralTeachers, CopiesTruncated, Reconstructs, Responds):
+class MixtureTeacher(SeveralTeachers):
     """Several teachers of hidden states over one vocabulary.
 
     Args:
@@ -194,7 +179,7 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Reconstructs, Responds):
         return MixtureTeacher, (self.members, self.weights)
 
     def truncated_copy(self, layers: Sequence[int]) -> MixtureTeacher:
-        return MixtureTeacher([truncated_copy(member, layers) for member in self.members], self.weights)
+        return MixtureTeacher([member.truncated_copy(layers) for member in self.members], self.weights)
 
     def fingerprint(self) -> dict[str, object]:
         models = [model for member in self.members for model in models_of(member).values()]

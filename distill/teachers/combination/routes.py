@@ -35,23 +35,14 @@ from distill.objectives.targets import (
     token_comparison,
 )
 from distill.objectives.top_k import TopKFormat
-from distill.teachers.capabilities import (
-    ChecksFirstBatch,
-    Constructor,
-    CopiesTruncated,
-    DescribesSize,
-    Reconstructs,
-    first_batch_lines,
-    size_text,
-    truncated_copy,
-)
+from distill.teachers.base import Constructor
+from distill.teachers.base import Teacher as AnyTeacher
 from distill.teachers.combination.mixture import (
     MixtureTeacher,
     SeveralTeachers,
     models_of,
 )
 from distill.teachers.combination.route_data import POINTERS, RouteColumns
-from distill.teachers.interface import Teacher as AnyTeacher
 from distill.teachers.rows.reading import PREFIX, at_positions
 from distill.teachers.rows.retokenised.teacher import SpansFormat
 
@@ -195,7 +186,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         return total, statistics
 
 
-class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, DescribesSize, Reconstructs):
+class RoutedTeacher(SeveralTeachers):
     """Several teachers, by route.
 
     Args:
@@ -240,7 +231,7 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         }
 
     def size_text(self) -> str:
-        return ", ".join(f"{name} {size_text(member)}" for name, member in self._named())
+        return ", ".join(f"{name} {member.size_text()}" for name, member in self._named())
 
     def groups(self) -> list[list[AnyTeacher]]:
         """Return the teachers of each route."""
@@ -251,14 +242,14 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
         line = f"{'routes':<12}of the first held-out batch's trained tokens {shares}"
-        inner = (first_batch_lines(member, own, student, pairing) for _, member, own in self.batches(batch))
+        inner = (member.validate_first_batch(own, student, pairing) for _, member, own in self.batches(batch))
         return [line, *(each for lines in inner for each in lines)]
 
     def constructor(self) -> Constructor:
         return RoutedTeacher, (self.members, self.routes)
 
     def truncated_copy(self, layers: Sequence[int]) -> RoutedTeacher:
-        return RoutedTeacher([truncated_copy(member, layers) for member in self.members], self.routes)
+        return RoutedTeacher([member.truncated_copy(layers) for member in self.members], self.routes)
 
     def fingerprint(self) -> dict[str, object]:
         models = [each for group in self.groups() for member in group for each in models_of(member).items()]

@@ -1,4 +1,4 @@
-"""Source and tokenizers of a recipe's several teachers, on routes of their own or all on one (a mixture)."""
+"""Plan and tokenizers of a recipe's several teachers, on routes of their own or all on one (a mixture)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,17 @@ from distill.models.load.vocabulary import compare
 from distill.objectives.measure import KL, Measure, together
 from distill.recipe import Data, ModelSection, Part, Recipe
 from distill.recipe.teachers import TeacherDescription
+from distill.teachers.base import InnerPlan, Teacher, TeacherPlan, of_member
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.route_data import RoutedEncoder, RouteRows
 from distill.teachers.combination.routes import RoutedTeacher
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+from distill.teachers.load_context import LoadContext
 from distill.teachers.rows.context.data import ContextEncoder, ContextReport, load_context_data
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossReport
 from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
-from distill.teachers.rows.retokenised.teacher import CrossSource, CrossVocabulary
-from distill.teachers.source_capabilities import (
-    Measures,
-    SourceLayer,
-    SourcePart,
-    files_of,
-    measure_of_source,
-    note_data,
-    of_member,
-)
+from distill.teachers.rows.retokenised.teacher import CrossPlan, CrossVocabulary
 from distill.teachers.vocabulary import Match, Vocabulary
 
 E = TypeVar("E", bound=Encoder)
@@ -49,21 +41,22 @@ SHARDED = (
 log = logging.getLogger(__name__)
 
 
-class SeveralSource(TeacherSource, SourceLayer, Measures):
+class SeveralPlan(TeacherPlan):
     """Several teachers of a recipe.
 
     Args:
         recipe: Recipe of the run.
         description: Description of its teachers.
-        members: Sources of the teachers, in that order.
+        members: Plans of the teachers, in that order.
 
     Attributes:
         groups: Numbers of the teachers by route; all on one of no name in a mixture.
         is_routed: True where each row has its route.
     """
 
-    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
-        self.recipe, self.weights, self.given = recipe, description.weights, list(members)
+    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherPlan]) -> None:
+        super().__init__(recipe)
+        self.weights, self.given = description.weights, list(members)
         self.all_sections = description.members
         self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
         self.is_routed = bool(description.routes)
@@ -71,25 +64,25 @@ class SeveralSource(TeacherSource, SourceLayer, Measures):
         self.groups = {route: [n for n, own in enumerate(routes) if own == route] for route in dict.fromkeys(routes)}
 
     @functools.cached_property
-    def members(self) -> list[TeacherSource]:
-        """Sources of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
+    def members(self) -> list[TeacherPlan]:
+        """Plans of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
         if self.recipe.student.vocabulary != "cross":
             return self.given
         own = load_tokenizer(self.recipe.student, "student")
-        others = [load_tokenizer(files_of(source).tokenizer_section(), field) for field, source in self.named()]
+        others = [load_tokenizer(source.tokenizer_section(), field) for field, source in self.named()]
         return [
-            source if compare(other, own).compatible else CrossSource(source)
+            source if compare(other, own).compatible else CrossPlan(source)
             for other, source in zip(others, self.given, strict=True)
         ]
 
-    def named(self) -> Iterator[tuple[str, TeacherSource]]:
+    def named(self) -> Iterator[tuple[str, TeacherPlan]]:
         """Yield the teachers' sources as they are given, by the recipe's field of each."""
         return zip(self.all_sections, self.given, strict=True)
 
-    def parts(self) -> list[SourcePart]:
+    def parts(self) -> list[InnerPlan]:
         """Return the members, each with the rows that it reads: the documents of its route."""
         return [
-            SourcePart(member, functools.partial(self._rows_of, self.route_of(number)), number)
+            InnerPlan(member, functools.partial(self._rows_of, self.route_of(number)), number)
             for number, member in enumerate(self.members)
         ]
 
@@ -107,13 +100,13 @@ class SeveralSource(TeacherSource, SourceLayer, Measures):
         return SeveralVocabulary(self)
 
     def measure(self) -> Measure:
-        return together([measure_of_source(member) for member in self.members])
+        return together([member.measure() for member in self.members])
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
         texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
         for number in (number for group in self.groups.values() if len(group) > 1 for number in group):
-            if (measure := measure_of_source(self.members[number])) != KL:
+            if (measure := self.members[number].measure()) != KL:
                 needed = "expected the hidden states of each teacher of a mixture"
                 texts.append((number, f"teacher.path: {needed}, got {measure.name}; distill cache --hidden"))
         return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
@@ -168,19 +161,18 @@ class SeveralSource(TeacherSource, SourceLayer, Measures):
 class SeveralVocabulary(Vocabulary):
     """Tokenizer of several teachers and a student, and those of teachers on routes that read the text by their own."""
 
-    def __init__(self, source: SeveralSource) -> None:
+    def __init__(self, source: SeveralPlan) -> None:
         recipe, self.source = source.recipe, source
         section: ModelSection = recipe.student
         if recipe.student.vocabulary != "cross":
-            files = files_of(source)
-            section = files.config_section() if recipe.data.is_synthetic else files.tokenizer_section()
+            section = source.config_section() if recipe.data.is_synthetic else source.tokenizer_section()
         super().__init__(recipe, section)
 
     @functools.cached_property
     def others(self) -> dict[int, CrossVocabulary]:
         """Vocabularies of the routes, by number, whose teacher has a tokenizer of its own, alone on its route."""
         members = enumerate(self.source.members)
-        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossSource)}
+        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossPlan)}
 
     def read(self, data: Data, seed: int) -> Splits:
         sections = self.source.all_sections.values()
@@ -191,7 +183,7 @@ class SeveralVocabulary(Vocabulary):
             splits = load_context_data(data, self.tokenizer, contexts[0], seed=seed)
         else:
             splits = super().read(data, seed)
-        note_data(self.source, splits)
+        self.source.note_data(splits)
         return splits
 
     def _read_routes(self, data: Data, seed: int) -> Splits:
@@ -243,7 +235,7 @@ class SeveralVocabulary(Vocabulary):
     def _same(self) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
         """Yield the tokenizers that have to be that of the data, by the recipe's field of each."""
         for field, member in list(self.source.named())[1:] if self.recipe.student.vocabulary != "cross" else ():
-            yield field, load_tokenizer(files_of(member).tokenizer_section(), field)
+            yield field, load_tokenizer(member.tokenizer_section(), field)
 
     def answer_readers(self) -> dict[int | None, TeacherReader]:
         return {

@@ -8,7 +8,7 @@ there and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,18 +16,19 @@ import torch
 from torch import nn
 
 from distill.data.collator import BatchColumns, Collator, Row
+from distill.data.load import Splits
 from distill.objectives.span_loss import Spans, SpanTargets
 from distill.objectives.targets import Batch, Targets
 from distill.objectives.top_k import TopKTargets, spread
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.interface import Teacher
-from distill.teachers.wrapping import WrappingTeacher
+from distill.teachers.base import InnerPlan, InnerTeacher, Teacher, TeacherPlan
 
 PREFIX = "teacher_"
 
 
-class ReadingTeacher(WrappingTeacher):
-    """A teacher whose inner teacher reads the columns named `teacher_...` of a batch.
+class ReadingTeacher(Teacher):
+    """A teacher whose inner teacher reads the columns named `teacher_...` of a batch; it has that one's format unless
+    a subclass has another.
 
     Args:
         teacher: the inner teacher, or a causal language model.
@@ -46,9 +47,13 @@ class ReadingTeacher(WrappingTeacher):
     only_for_rollouts: tuple[str, ...] = ()
 
     def __init__(self, teacher: Teacher | nn.Module) -> None:
-        super().__init__(LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher)
-        self.rows = self.rows._replace(reading=self.reading)
-        self.columns = (self.reads(tuple(self.columns)),)
+        self.inner = LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher
+        self.format, self.models = self.inner.format, self.inner.models
+        self.rows = self.inner.rows._replace(reading=self.reading)
+        self.columns = (self.reads(tuple(self.inner.columns)),)
+
+    def parts(self) -> list[InnerTeacher]:
+        return [InnerTeacher(self.inner, self.prefix, self.inner_batch)]
 
     def inner_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
         names = [name for name in batch if name.startswith(PREFIX) and name not in self.needed[1:]]
@@ -99,6 +104,49 @@ def at_positions(targets: Targets, at: torch.Tensor, rows: torch.Tensor, ids: to
         return tuple(moved(part, at, rows, ids.shape) for part in targets)
     assert isinstance(targets, torch.Tensor)
     return moved(targets, at, rows, ids.shape)
+
+
+class ReadingPlan(TeacherPlan):
+    """The plan of a `ReadingTeacher`.
+
+    Args:
+        inner: Plan of the inner teacher.
+
+    Attributes:
+        reads: as of `ReadingTeacher`.
+    """
+
+    reads: type[ReadingColumns]
+
+    def __init__(self, inner: TeacherPlan) -> None:
+        super().__init__(inner.recipe, inner.section, inner.field)
+        self.inner, self.sections, self.shardable = inner, inner.sections, inner.shardable
+
+    def parts(self) -> list[InnerPlan]:
+        return [InnerPlan(self.inner, self.inner_splits)]
+
+    def inner_splits(self, splits: Splits) -> Splits:
+        """Return the rows as the inner teacher reads them, made from the student's when they are accessed."""
+        train, validation = (TeacherRows(rows, self.reads.teacher_row) for rows in (splits.train, splits.validation))
+        return splits._replace(train=train, validation=validation)
+
+
+class TeacherRows(Sequence[Mapping[str, Any]]):
+    """Rows as a teacher reads them.
+
+    Args:
+        rows: Rows of the student.
+        row: Function from a student's row to the teacher's: `input_ids`, `labels`, `position_ids`.
+    """
+
+    def __init__(self, rows: Any, row: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        self.rows, self.row = rows, row
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.row(self.rows[number])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A teacher server that the run starts itself (`parallel.teacher: served`): `distill serve` as child processes.
 
     with launched_servers(recipe, device, sharded=False):       # on every process of the run
-        teacher = LaunchedSource(recipe).open(context, vocabulary)
+        teacher = LaunchedPlan(recipe).open(context, vocabulary)
 
 The first process of the run starts one server a GPU, each with a copy, or one over all of them that holds shards; they
 load while the run reads its data. All processes of the run query them over loopback, with a token made for the run. The
@@ -35,13 +35,14 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import Parallel, Recipe, dump
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.loss import Loss
-from distill.teachers.backends.local import ModelSource
+from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
 from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
+from distill.teachers.base import Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
-from distill.teachers.interface import LoadContext, Teacher
+from distill.teachers.load_context import LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 FIELD = "parallel.teacher"
@@ -269,7 +270,7 @@ class LaunchedTeacher(ServerTeacher):
     """The teacher that servers of this run hold.
 
     Args:
-        source: Source of the recipe's teacher.
+        source: Plan of the recipe's teacher.
         servers: Teacher servers of this run.
         context: Device of the head's copy, and the dtypes of a student that is cut from the teacher.
 
@@ -278,7 +279,7 @@ class LaunchedTeacher(ServerTeacher):
         TeacherUnavailableError: a server has ended.
     """
 
-    def __init__(self, source: ModelSource, servers: LaunchedServers, context: LoadContext) -> None:
+    def __init__(self, source: LocalPlan, servers: LaunchedServers, context: LoadContext) -> None:
         section = source.section
         http = Servers(ServerConfig(servers.urls(), servers.token, section.timeout, max(section.prefetch, 1)))
         http.ended = servers.fault
@@ -309,7 +310,7 @@ class LaunchedTeacher(ServerTeacher):
         return self.identity
 
 
-class LaunchedSource(ModelSource):
+class LaunchedPlan(LocalPlan):
     """The recipe's one model, held by servers of this run where it has started them, else in this process."""
 
     def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:

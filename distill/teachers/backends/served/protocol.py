@@ -77,7 +77,9 @@ class ProtocolError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class TargetRequest:
-    """Rows of tokens, and the positions that are requested. No tuple: in a batch those are taken apart.
+    """Rows of tokens, and the positions that are requested; equal to itself alone, so that its answer is found by it.
+
+    No tuple: those are taken apart where the tensors of a batch are moved.
 
     Attributes:
         ids: int32 [B, S].
@@ -88,10 +90,6 @@ class TargetRequest:
     ids: np.ndarray
     positions: np.ndarray | None
     rows: np.ndarray
-
-    def to(self, *_: object, **__: object) -> TargetRequest:
-        """Return itself: it stays in host memory when the tensors of its batch are moved to a device."""
-        return self
 
     @staticmethod
     def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> TargetRequest:

@@ -1,4 +1,4 @@
-"""Source of a served teacher: which servers, what they serve, and how the run opens them."""
+"""Plan of a served teacher: which servers, what they serve, and how the run opens them."""
 
 from __future__ import annotations
 
@@ -30,30 +30,22 @@ from distill.teachers.backends.served.vllm_hidden import VllmHiddenClient, load_
 from distill.teachers.backends.stored.format import TEACHER, bytes_a_token
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.backends.stored.settings import default_tail
-from distill.teachers.capabilities import move_to
+from distill.teachers.base import TeacherPlan
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import model_name, teacher_identity
-from distill.teachers.interface import LoadContext, TeacherSource
-from distill.teachers.source_capabilities import (
-    CachesState,
-    ChecksData,
-    DescribesStored,
-    Measures,
-    NamesFiles,
-    shapes_of,
-)
+from distill.teachers.load_context import LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 CONFIG = "config.json"
 
 
-class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesStored, CachesState):
-    """The source of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
+class ServerPlan(TeacherPlan):
+    """The plan of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
 
     shardable = False
 
     def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
-        self.recipe, self.section, self.field, self.sections = recipe, section or recipe.teacher, field, {}
+        super().__init__(recipe, section, field)
         self.is_vllm = self.section.protocol == "vllm"
 
     @functools.cached_property
@@ -107,8 +99,8 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
     def tokenizer_section(self) -> ModelSection:
         return self.section.loaded() if self.is_vllm else ModelSection(model=self.folder)
 
-    def copy_cached_state(self, other: TeacherSource) -> None:
-        if isinstance(other, ServerSource) and other.section == self.section:  # the same servers, asked already
+    def copy_cached_state(self, other: TeacherPlan) -> None:
+        if isinstance(other, ServerPlan) and other.section == self.section:  # the same servers, asked already
             self.__dict__ |= {
                 name: other.__dict__[name] for name in ("servers", "identity", "vllm_model") if name in other.__dict__
             }
@@ -168,7 +160,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the footprint of the head and of each token's targets; no weights are loaded."""
-        shape, k = shapes_of(self)[0], self.section.top_k
+        shape, k = self.shapes()[0], self.section.top_k
         if k is not None:
             return Footprint(token_bytes=k * (6 + 8), logits=False)
         number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
@@ -181,7 +173,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
 
     def size_text(self) -> str:
         """Return the bytes received per token as readable text, in place of the weights."""
-        shape = shapes_of(self)[0]
+        shape = self.shapes()[0]
         plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
         if self.section.top_k is not None:
             plan = {"kind": "top_k", "k": self.section.top_k, "vocabulary": shape.vocabulary, "dtype": "float16"}
@@ -197,7 +189,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         """
         student = meta_student(self.recipe.student, meta_config(self.config_section(), "teacher")).shape
         if self.is_vllm:
-            shape = shapes_of(self)[0]
+            shape = self.shapes()[0]
             columns = min(shape.vocabulary, student.vocabulary)
             spec, cut = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32), context.precision.teacher
             if self.section.folder is None:
@@ -207,7 +199,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
             states = VllmHiddenClient(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
             named = states.identity() | {"ends": ends.fingerprint}
             teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
-            move_to(teacher, context.device)
+            teacher.move_to(context.device)
             return teacher
         identity, dtype = self.identity, getattr(torch, self.identity.dtype)
         extends = self.recipe.student.vocabulary == "extend"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -23,20 +22,11 @@ from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.served.parity_check import LogitReading, check_parity
 from distill.teachers.backends.served.protocol import TargetRequest
 from distill.teachers.backends.served.teacher_client import Answer, TargetTensors, TeacherClient
+from distill.teachers.base import Constructor, Teacher
 from distill.teachers.calibration import cut_from
-from distill.teachers.capabilities import (
-    ChecksFirstBatch,
-    Constructor,
-    CutsStudents,
-    DescribesSize,
-    HoldsHead,
-    Prefetches,
-    Reconstructs,
-)
-from distill.teachers.interface import CutRequest, CutStudent, Teacher
+from distill.teachers.load_context import CutRequest, CutStudent
 
 SERVED = "served"  # column of a batch: the query to the servers
-RECONNECTED = "distill.teachers.backends.served.source:reconnected"
 MOST_PENDING = 4096  # answers that were not collected
 
 
@@ -50,8 +40,8 @@ def query_column(rows: object, batch: Batch, collator: object) -> dict[str, Targ
     return {SERVED: query_of(batch)}
 
 
-class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches, Reconstructs):
-    """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
+class ServerTeacher(Teacher):
+    """Outputs of servers for the rows of a batch, requested by `prefetch` and awaited by `targets`.
 
     Args:
         client: Client of the servers' protocol.
@@ -74,7 +64,6 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         dtype: torch.dtype,
     ) -> None:
         self.client, self.identity, self.section, self.dtype = client, identity, section, dtype
-        self.models, self.prefetch_depth = {}, section.prefetch
         self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")
         spec = client.spec
         self.format: TargetFormat = (
@@ -83,7 +72,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
             else HiddenFormat(self.stored_head, transform)
         )
         self.transform = transform
-        self._pending: OrderedDict[int, tuple[TargetRequest, Answer]] = OrderedDict()
+        self._pending: OrderedDict[TargetRequest, Answer] = OrderedDict()  # not collected yet, the oldest first
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         """Return a copy of the same servers' teacher, which shares the connections."""
@@ -92,18 +81,23 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         return {name: value for name, value in batch.items() if name != SERVED}
 
-    def submit(self, batch: Batch) -> None:
+    @property
+    def prefetch_depth(self) -> int:
+        return self.section.prefetch
+
+    def prefetch(self, batch: Batch) -> None:
         query = self._asked(batch)
-        if len(query.rows) and id(query) not in self._pending:
-            self._pending[id(query)] = query, self.client.ask(query)
+        if len(query.rows) and query not in self._pending:
+            self._pending[query] = self.client.ask(query)
             while len(self._pending) > MOST_PENDING:
                 self._pending.popitem(last=False)
 
-    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+    def prefetch_error(self, batches: Sequence[Batch]) -> str | None:
         for batch in batches:
-            if (waiting := self._pending.get(id(self._asked(batch)))) is not None:
+            answer = self._pending.get(self._asked(batch))
+            if answer is not None:
                 try:
-                    waiting[1].result()
+                    answer.result()
                 except TeacherUnavailableError as gone:
                     return str(gone)
         return None
@@ -130,8 +124,8 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         """
         if not len(query.rows):
             return self.client.spec.nothing()
-        _, answer = self._pending.pop(id(query), (None, None))
-        return (answer or self.client.ask(query)).result()
+        answer = self._pending.pop(query, None) or self.client.ask(query)
+        return answer.result()
 
     @staticmethod
     def _asked(batch: Batch) -> TargetRequest:
@@ -164,7 +158,9 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     def constructor(self) -> Constructor:
         """Return the function that connects to the servers, and plain values."""
         spec = self.client.spec._asdict() | {"dtype": str(self.client.spec.dtype).removeprefix("torch.")}
-        return resolve_name(RECONNECTED), (self.section.model_dump(mode="json"), spec)
+        from distill.teachers.backends.served.source import reconnected  # whose plan opens this teacher
+
+        return reconnected, (self.section.model_dump(mode="json"), spec)
 
     def close(self) -> None:
         self.client.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from distill.models.load.loading import load_student
 from distill.models.shape import Shape
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.measure import Measure, cache_measure
-from distill.objectives.targets import Batch, TargetFormat, Targets
+from distill.objectives.targets import TargetFormat
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
@@ -38,27 +39,19 @@ from distill.teachers.backends.stored.format import (
 from distill.teachers.backends.stored.identity import description, fingerprint_of, require_same_teacher
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.teacher import StoredTeacher
+from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.base import AcceptedRows, Constructor, Prompt, Teacher, TeacherPlan
 from distill.teachers.calibration import cut_identity
-from distill.teachers.capabilities import CutsStudents, DescribesSize, HoldsHead, Prompt, Responds, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import teacher_identity
-from distill.teachers.interface import AcceptedRows, CutRequest, CutStudent, LoadContext, Teacher, TeacherSource
-from distill.teachers.source_capabilities import (
-    ChecksData,
-    DescribesStored,
-    MadeByCommand,
-    Measures,
-    NamesFiles,
-    shapes_of,
-)
+from distill.teachers.load_context import CutRequest, CutStudent, LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
 
-class ArchivedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds):
-    """The teacher that made a complete cache, by what the folder holds of it; it computes nothing.
+class ArchivedTeacher(CachedTeacher):
+    """The teacher of a complete cache, by what the folder holds of it: all outputs are read, none is computed.
 
     Args:
         cache: A complete cache.
@@ -71,19 +64,33 @@ class ArchivedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds)
     def __init__(
         self, cache: TeacherCache, device: torch.device | str = "cpu", load: Callable[[], Teacher] | None = None
     ) -> None:
-        self.cache, self.load, self.models = cache, load, {}
-        manifest, self.stored_head = cache.manifest, None
+        super().__init__(cache, torch.device(device), torch.float32)
+        self.cache, self.load = cache, load
+        manifest = cache.manifest
         self.format: TargetFormat
         if not cache.is_hidden:
             self.format = TopKFormat(manifest)
             return
         tensors = load_file(cache.path / HEAD, device=str(device))
         weights = HeadWeights(tensors["weight"], tensors.get("bias"), None)
+        self.dtype = weights.weight.dtype
         self.stored_head = StoredHead(weights, "the head in the teacher's cache")
         self.format = HiddenFormat(self.stored_head, LogitTransform(manifest["scale"], manifest["softcap"]))
 
-    def targets(self, batch: Batch) -> Targets:
-        raise AssertionError("outputs of a complete cache are read, not computed")
+    def __deepcopy__(self, memo: dict[int, object]) -> ArchivedTeacher:
+        """Return a copy with a head and reads of its own, over the same files."""
+        twin = self.truncated_copy([])
+        twin.stored_head = copy.deepcopy(self.stored_head, memo)
+        twin.format = copy.deepcopy(self.format, memo)  # whose head is the copied one
+        return twin
+
+    def truncated_copy(self, layers: Sequence[int]) -> ArchivedTeacher:
+        twin = copy.copy(self)
+        twin._begin_reading()
+        return twin
+
+    def constructor(self) -> Constructor:
+        return teacher_of_cache, (str(self.cache.path.absolute()),)
 
     def size_text(self) -> str:
         return description(self.cache.manifest)
@@ -97,7 +104,7 @@ class ArchivedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds)
         except ValueError:
             if self.load is None:
                 raise
-            return student_cut_from(self.load(), request)
+            return self.load().cut_student(request)
         stored = section.model_copy(update={"from_teacher": None, "model": str(self.cache.path / STUDENT)})
         return CutStudent(load_student(stored, device=request.device, dtype=request.dtype), indices)
 
@@ -145,13 +152,13 @@ def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
     return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
 
 
-class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksData, DescribesStored):
-    """The source of the teacher that made the cache at `teacher.path`, or that is named there to make it."""
+class ArchivedPlan(TeacherPlan):
+    """The plan of the teacher that made the cache at `teacher.path`, or that is named there to make it."""
 
     shardable = False
 
     def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
-        self.recipe, self.section, self.field, self.sections = recipe, section or recipe.teacher, field, {}
+        super().__init__(recipe, section, field)
         self.folder = Path(self.section.path or "").expanduser()
         self.names_model = self.section.model is not None or self.section.init == "random"
 
@@ -193,7 +200,7 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the footprint of what is stored per token, or will be by default."""
-        return stored_footprint(self.manifest or Settings().checked()._asdict(), shapes_of(self)[0])
+        return stored_footprint(self.manifest or Settings().checked()._asdict(), self.shapes()[0])
 
     def title(self) -> str:
         """Return the name of the model that made the cache; the cache's folder where that is not known."""
@@ -207,14 +214,14 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
             manifest = manifest_of(self.folder)
             size = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
             return f"not loaded: {self.folder}, {size / GIB:,.2f} GiB on disk; {description(manifest)}"
-        columns = shapes_of(self)[0].vocabulary
+        columns = self.shapes()[0].vocabulary
         each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
         return (
             f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes per trained "
             f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> StoredTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> ArchivedTeacher:
         """Open the cache, and check that it fits the recipe.
 
         Raises:
@@ -228,7 +235,7 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
 
 def teacher_of_cache(
     cache: TeacherCache | str | Path, device: torch.device | str = "cpu", load: Callable[[], Teacher] | None = None
-) -> StoredTeacher:
+) -> ArchivedTeacher:
     """Return the teacher whose outputs are all in a cache, open or in a folder; no weights are loaded.
 
     Args:
@@ -236,8 +243,7 @@ def teacher_of_cache(
         device: Device of the stored head, and of this process.
         load: As of `ArchivedTeacher`.
     """
-    cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
-    return StoredTeacher(ArchivedTeacher(cache, device, load), cache, torch.device(device))
+    return ArchivedTeacher(cache if isinstance(cache, TeacherCache) else TeacherCache(cache), device, load)
 
 
 def section_to_load(recipe: Recipe) -> TeacherSection:

@@ -43,8 +43,7 @@ from distill.teachers.backends.stored.format import (
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.backends.stored.read import data_settings
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.capabilities import is_collective
-from distill.teachers.interface import Teacher
+from distill.teachers.base import Teacher
 
 
 class LogitHead(NamedTuple):
@@ -66,7 +65,7 @@ def head_of(teacher: Teacher) -> LogitHead | None:
     if not isinstance(teacher.format, HiddenFormat):
         return None
     with teacher.format.head.open() as weights:
-        if is_collective(teacher):
+        if teacher.is_collective():
             bias = weights.bias
             weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
     return LogitHead(weights, teacher.format.transform)

@@ -44,7 +44,7 @@ from distill.teachers.backends.stored.format import (
     split_ids,
     sum_of_sums,
 )
-from distill.teachers.capabilities import Prompt
+from distill.teachers.base import Prompt
 
 if TYPE_CHECKING:
     from distill.data.load import Splits

@@ -1,15 +1,14 @@
-"""The source of stored outputs: a folder that is read, and filled by the teacher inside while it is.
+"""The plan of stored outputs: a folder that is read, and filled by the teacher inside while it is.
 
 Any source may be inside: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
 data is not stored, or a student is cut that is not. A folder may have been begun by another run, with other data,
 losses and students, by `distill cache`, or by a run that was killed: what is there is used. It must be of the same
-teacher, as it is computed here. The source of `teacher.type: cache`, whose folder is complete, is in `archived.py`.
+teacher, as it is computed here. The plan of `teacher.type: cache`, whose folder is complete, is in `archived.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,56 +46,40 @@ from distill.teachers.backends.stored.identity import require_same_teacher
 from distill.teachers.backends.stored.plan import LogitHead, Origin, head_of, hidden_content, plan_of, write_companions
 from distill.teachers.backends.stored.settings import Settings, default_tail
 from distill.teachers.backends.stored.store import Store
-from distill.teachers.backends.stored.teacher import StoredTeacher
+from distill.teachers.backends.stored.teacher import CachedTeacher, StoredTeacher
+from distill.teachers.base import InnerPlan, Teacher, TeacherPlan
 from distill.teachers.calibration import cut_identity
-from distill.teachers.capabilities import is_collective, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.identity import teacher_identity
-from distill.teachers.interface import CutRequest, LoadContext, Teacher, TeacherSource
-from distill.teachers.source_capabilities import (
-    CachesState,
-    ChecksData,
-    DescribesStored,
-    KnowsMaker,
-    Measures,
-    NotesData,
-    copy_cached_state,
-    data_problems,
-    files_of,
-    measure_of_source,
-    shapes_of,
-    source_size_text,
-)
-from distill.teachers.vocabulary import Match, Vocabulary
-from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
+from distill.teachers.load_context import CutRequest, LoadContext
+from distill.teachers.vocabulary import Vocabulary
 
 BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
 
 
-class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStored, CachesState):
-    """The source of a teacher that is opened if anything is missing in its folder.
+class StoredPlan(TeacherPlan):
+    """The plan of a teacher that is opened if anything is missing in its folder.
 
     Args:
-        inner: Source of the teacher.
+        inner: Plan of the teacher.
         section: Section of the recipe whose `online_cache` names the folder.
         field: Field of the recipe that holds the section, such as `teachers.1`.
+        writes: False to store nothing in that folder: outputs are dropped with their batch.
 
     Attributes:
-        remote: the inner source, where it is that of a model in other processes.
-        folder: where outputs are stored; None for nowhere: of `teacher.top_k` alone, and of `online_cache: /dev/null`,
-            as doctor uses it.
+        folder: where outputs are stored; None for nowhere: of `teacher.top_k` alone, and as doctor uses it.
         required: Number of positions to store of every document of the data, by its key; empty until the data are read.
         noted: Rows of these documents; None until the data are read.
         chosen: Settings of what is stored, where a command decides; None for the recipe's.
         option: Option of the command that names the folder; None for the recipe's `online_cache`.
     """
 
-    def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
-        super().__init__(inner)
-        self.section, self.field = section, field
-        self.remote = inner if isinstance(inner, KnowsMaker) else None
+    def __init__(
+        self, inner: TeacherPlan, section: TeacherSection, field: str = "teacher", *, writes: bool = True
+    ) -> None:
+        super().__init__(inner.recipe, section, field)
+        self.inner, self.sections, self.shardable = inner, inner.sections, inner.shardable
         folder = section.online_cache
-        self.folder = None if folder is None or folder == os.devnull else Path(folder).expanduser()
+        self.folder = Path(folder).expanduser() if folder is not None and writes else None
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
         self.chosen: Settings | None = None
@@ -108,8 +91,21 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         """Plan of what is stored; None where nothing is, or a cache is not complete that is only read."""
         return read_json(self.folder / PLAN) if self.folder else None
 
+    def parts(self) -> list[InnerPlan]:
+        return [InnerPlan(self.inner, lambda splits: splits)]
+
     def vocabulary(self) -> Vocabulary:
-        return StoredVocabulary(self)
+        """Return the teacher's vocabulary, whose rows are noted as they are read; random ids as when it was begun."""
+        inner = self.inner.vocabulary()
+
+        def read(data: Data, seed: int) -> Splits:
+            splits = load_data(data, vocabulary.tokenizer, seed=seed, vocab_size=vocabulary.id_bound)
+            self.note_data(splits)
+            return splits
+
+        begun = self.plan or {}
+        vocabulary = inner.with_reader(read, begun.get("ids_below"), top_k=not self.settings().hidden)
+        return vocabulary
 
     @property
     def sent_top_k(self) -> bool:
@@ -131,15 +127,15 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         if (plan := self.plan) is not None:
             return cache_measure(plan)
         if self.sent_top_k:
-            return measure_of_source(self.inner)
+            return self.inner.measure()
         settings = self.settings()
         kind, temperature = "hidden" if settings.hidden else "top_k", self.recipe.loss.temperature
         return cache_measure({"kind": kind, "k": settings.k, "tail": settings.tail, "temperature": temperature})
 
-    def copy_cached_state(self, other: TeacherSource) -> None:
-        if not isinstance(other, StoredSource):
+    def copy_cached_state(self, other: TeacherPlan) -> None:
+        if not isinstance(other, StoredPlan):
             return
-        copy_cached_state(self.inner, other.inner)
+        self.inner.copy_cached_state(other.inner)
         if self.recipe.data == other.recipe.data:
             self.required, self.noted = other.required, other.noted
 
@@ -156,7 +152,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
 
     def data_problems(self, splits: Splits) -> list[str]:
         """Return the teacher's problems, and one where the disk is too small for the data that were noted last."""
-        return [*data_problems(self.inner, splits), *self.room_problems()]
+        return [*self.inner.data_problems(splits), *self.room_problems()]
 
     def room_problems(self) -> list[str]:
         """Return a message where the disk is too small for the data that were noted last."""
@@ -181,7 +177,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
         shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened.
         """
-        shape = shapes_of(self)[0]
+        shape = self.shapes()[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
         opened, self._dtype = self.inner.footprint(context), context.precision.teacher
@@ -191,32 +187,29 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     def size_text(self) -> str:
         """Return the teacher's size and the bytes on disk, in words."""
         if self.folder is None and not self.settings().hidden:
-            return f"{source_size_text(self.inner)}; {self.settings().k} tokens of each distribution"
+            return f"{self.inner.size_text()}; {self.settings().k} tokens of each distribution"
         width, count = self._width(), sum(self.required.values())
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
             amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
         stored = f"online_cache: {self.section.online_cache}, {width:,} bytes per trained token, {amount}"
-        text = f"{source_size_text(self.inner)}; {stored}"
+        text = f"{self.inner.size_text()}; {stored}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
             text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
         return text
 
     def _width(self) -> int:
-        settings, shape = self.settings(), shapes_of(self)[0]
+        settings, shape = self.settings(), self.shapes()[0]
         if self._dtype is None:
             self._dtype = resolve_precision(self.recipe, resolve_device(self.recipe.train)).teacher
-        dtype = settings.dtype or str(self._dtype).removeprefix("torch.")
-        if self.remote is not None:
-            dtype = settings.dtype or self.remote.stored_dtype()
+        dtype = settings.dtype or self.inner.stored_dtype() or str(self._dtype).removeprefix("torch.")
         kind = {"kind": "hidden" if settings.hidden else "top_k", "dtype": dtype, "k": settings.k}
         return bytes_a_token({**kind, "hidden": shape.hidden, "vocabulary": shape.vocabulary})
 
     def maker(self) -> dict[str, object] | None:
-        """Return the identity of the recipe's teacher, as `teacher_identity` does; None where that is not known."""
-        return teacher_identity(self.section) if self.remote is None else self.remote.maker()
+        return self.inner.maker()
 
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> StoredTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> CachedTeacher:
         """Open what is stored, and the teacher where anything is missing.
 
         Raises:
@@ -242,8 +235,9 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         if head is None:
             assert isinstance(inner.format, TopKFormat)
             content, dtype = {**inner.format.manifest}, None
-            if self.remote is not None:
-                content = {**content, "dtype": self.remote.stored_dtype()}
+            sent = self.inner.stored_dtype()
+            if sent is not None:
+                content = {**content, "dtype": sent}
         else:
             settings, dtype = self.settings(), str(head.weights.weight.dtype).removeprefix("torch.")
             settings = settings._replace(dtype=settings.dtype or dtype)
@@ -252,7 +246,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
             content = hidden_content(settings, head, columns, self.recipe.loss.temperature)
         if student.is_cut:
             assert student.from_teacher is not None
-            config = meta_config(files_of(self).config_section(), self.field)
+            config = meta_config(self.config_section(), self.field)
             layers = cut_identity(student.from_teacher, layers_of(config))
         tokenizer = vocabulary.teacher_tokenizer
         digest = "" if self.noted is None else self.noted.report.digest
@@ -260,7 +254,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
         plan = plan_of(origin, content, maker)
         if self.option is None:
-            plan["weights"] = None if is_collective(inner) else inner.fingerprint().get("weights")
+            plan["weights"] = None if inner.is_collective() else inner.fingerprint().get("weights")
         if self.folder is not None:
             teacher = StoredTeacher(inner, Store(plan, None, {}), head=head)
             begin = functools.partial(self._begin, plan, teacher, context, tokenizer)
@@ -322,9 +316,9 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
                 plain = student.model_copy(update={"lora": None})
                 alone = context.calibration._replace(shares=False)  # this process begins for all
                 request = CutRequest(plain, torch.device("cpu"), context.precision.student, alone)
-                cut = student_cut_from(kept, request).model
+                cut = kept.cut_student(request).model
             models = [*kept.models.values()]
-            config = models[0].config if models else meta_config(files_of(self).config_section(), self.field)
+            config = models[0].config if models else meta_config(self.config_section(), self.field)
             head = kept.head.weights if kept.head is not None and plan["kind"] == "hidden" else None
             write_companions(self.folder, config, tokenizer, head, cut)
         return plan
@@ -352,32 +346,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         student: Student = self.recipe.student.model_copy(update={"lora": None})
         if student.vocabulary == "cross":
             return rows
-        own = meta_student(student, meta_config(files_of(self).config_section(), self.field)).shape.vocabulary
+        own = meta_student(student, meta_config(self.config_section(), self.field)).shape.vocabulary
         if student.vocabulary == "extend" and vocabulary.tokenizer is not None:
             return min(rows, max(own, len(vocabulary.tokenizer)))
         return min(rows, shared_columns(vocabulary.tokenizer, vocabulary.student_tokenizer, rows, own)[0])
-
-
-class StoredVocabulary(WrappingVocabulary):
-    """The teacher's vocabulary, whose rows are noted as they are read."""
-
-    def __init__(self, source: StoredSource) -> None:
-        inner = source.inner.vocabulary()
-
-        def read(data: Data, seed: int) -> Splits:
-            splits = load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)
-            source.note_data(splits)
-            return splits
-
-        super().__init__(inner, read)
-        self.top_k, self._stored_bound = not source.settings().hidden, (source.plan or {}).get("ids_below")
-
-    @property
-    def id_bound(self) -> int | None:
-        """Exclusive upper bound of random token ids, as when the store was begun; None for text."""
-        return self.inner.id_bound if self.tokenizer is not None or self._stored_bound is None else self._stored_bound
-
-    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """Return the alignment; the format of K tokens checks that the student has the columns they were taken from."""
-        match = super().match(teacher_rows, student_rows)
-        return match._replace(columns=None) if self.top_k else match

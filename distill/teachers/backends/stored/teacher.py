@@ -11,17 +11,15 @@ and in their order: for a whole micro-batch where it is new, so that the numbers
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pkgutil import resolve_name
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from distill.core.labels import shift_labels
 from distill.core.ranks import is_main_process
-from distill.data.collator import Row, trained_rows
+from distill.data.collator import BatchColumns, Row, trained_rows
 from distill.models.flops import FlopCounts
 from distill.models.precision.host_copy import for_transfer, to_device
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
@@ -41,40 +39,20 @@ from distill.teachers.backends.stored.identity import fingerprint_of
 from distill.teachers.backends.stored.plan import LogitHead, head_of, stored_tensors, stored_top_k
 from distill.teachers.backends.stored.read import PREFIX, Shards, prompt_text
 from distill.teachers.backends.stored.store import Store
-from distill.teachers.capabilities import (
-    ChecksFirstBatch,
-    Constructor,
-    CopiesTruncated,
-    CountsWork,
-    Flushes,
-    Prefetches,
-    Prompt,
-    Reconstructs,
-    Responds,
-    first_batch_lines,
-    flops_per_token,
-    is_collective,
-    prefetching_of,
-    responses_of,
-    truncated_copy,
-)
-from distill.teachers.interface import Teacher
-from distill.teachers.wrapping import WrappingTeacher
+from distill.teachers.base import Constructor, InnerTeacher, Prompt, Teacher
 
 DOCUMENTS = f"{PREFIX}documents"
-OPEN_CACHE = "distill.teachers.backends.stored.archived:teacher_of_cache"
 MOST_READ = 64  # micro-batches that were not collected
 
 
 class RowDocuments:
-    """The documents of each row of a batch, on the host whatever device the batch goes to."""
+    """The documents of each row of a batch: a column in host memory, and the batch's identity while it is read ahead.
+
+    No sequence: those are taken apart where the tensors of a batch are moved.
+    """
 
     def __init__(self, rows: Sequence[Sequence[Document]]) -> None:
         self.rows = rows
-
-    def to(self, *_: object, **__: object) -> RowDocuments:
-        """Return itself."""
-        return self
 
 
 def documents_in(batch: Batch) -> RowDocuments:
@@ -93,85 +71,129 @@ def documents_column(rows: Sequence[Row], batch: object, collator: object) -> di
     return {DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
 
 
-@runtime_checkable
-class TopKSender(Protocol):
-    """A teacher whose outputs are K tokens of each position."""
-
-    def sent(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return K tokens of a batch's trained positions [M, ...] on the CPU, by the names of `cache.encode.TopK`."""
-        ...
-
-
-class StoredTeacher(
-    WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWork, Flushes, Prefetches, Reconstructs, Responds
-):
-    """A teacher, and the store of its outputs.
+class CachedTeacher(Teacher):
+    """A teacher whose outputs are read from a store: the part that complete caches and growing ones share.
 
     Args:
-        inner: Teacher of hidden states, or of K tokens as a `TopKSender`, that is queried for rows that are not stored;
-            an `ArchivedTeacher` where everything is stored.
-        store: Stored outputs; a `Store` where missing ones are added.
+        store: Stored outputs.
+        device: Device of this process.
+        dtype: Dtype of hidden states.
+    """
+
+    columns: Sequence[BatchColumns] = (documents_column,)
+    stores_outputs = True
+
+    def __init__(self, store: Shards, device: torch.device, dtype: torch.dtype) -> None:
+        self.store, self.device, self.dtype = store, device, dtype
+        self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "reading")
+        self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
+
+    @property
+    def prefetch_depth(self) -> int:
+        return 1  # files are read early
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        if needs_targets and DOCUMENTS not in batch:
+            raise ValueError("batch: expected its documents in it, which Collator adds with columns=teacher.columns")
+        return _without_documents(batch)
+
+    def prefetch(self, batch: Batch) -> None:
+        """Begin to read a batch."""
+        batched = documents_in(batch)
+        if batched in self._reading or len(self._reading) > MOST_READ:
+            return
+        read, device = self.store.gather(batched.rows), self.device
+        self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
+
+    def targets(self, batch: Batch) -> Targets:
+        """Return the stored targets of a batch; 0 where no token is trained.
+
+        Raises:
+            ValueError: a document is not stored.
+        """
+        return targets_of(self.store.manifest, {**batch, **self.read(batch)}, self.dtype)
+
+    def read(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return what is stored of a batch, by the names of the batch, on its device."""
+        reading = self._reading.pop(documents_in(batch), None)
+        values = self.store.gather(documents_in(batch).rows)() if reading is None else reading.result()
+        return {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
+
+    def flush(self) -> None:
+        """Cancel pending reads; of a document stored twice, another copy may be read afterwards."""
+        for reading in self._reading.values():
+            reading.cancel()
+        self._reading.clear()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+class StoredTeacher(CachedTeacher):
+    """A teacher, and the store of its outputs, which is filled as they are needed.
+
+    Args:
+        inner: Teacher of hidden states, or of K tokens as servers send them, that is queried for rows that are not
+            stored.
+        store: Stored outputs, to which missing ones are added.
         device: Device of this process; None for that of the teacher's head.
         head: LM head of `inner`, where the caller has it; None to gather it here.
     """
 
     def __init__(
-        self, inner: Teacher, store: Shards, device: torch.device | None = None, head: LogitHead | None = None
+        self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
     ) -> None:
-        super().__init__(inner)
-        self.columns = (*inner.columns, documents_column)
-        self.store, self.filled = store, store if isinstance(store, Store) else None
-        if self.filled is None or self.filled.folder is not None:
-            self.rows = inner.rows._replace(supports_new_rows=False)
-        self.prefetch_depth = max(getattr(prefetching_of(inner), "prefetch_depth", 0), 1)  # files are read early
         head = head or head_of(inner)
-        self.head = None if self.filled is None else head  # the head of a complete cache is moved with its format
-        self.dtype = torch.float32 if head is None else head.weights.weight.dtype
-        self.device = device or (torch.device("cpu") if head is None else head.weights.weight.device)
-        if not store.is_hidden:
-            self.format = TopKFormat(store.manifest)
-        self._pool = ThreadPoolExecutor(1, "reading")
-        self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
+        dtype = torch.float32 if head is None else head.weights.weight.dtype
+        super().__init__(store, device or (torch.device("cpu") if head is None else head.weights.weight.device), dtype)
+        self.inner, self.filled, self.head = inner, store, head
+        self.models, self.rows = inner.models, inner.rows
+        self.format = inner.format if store.is_hidden else TopKFormat(store.manifest)
+        self.columns = (*inner.columns, documents_column)
+        if store.folder is not None:
+            self.rows = inner.rows._replace(supports_new_rows=False)
         self._asked: dict[RowDocuments, None] = {}  # submitted whole
 
-    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        if needs_targets and DOCUMENTS not in batch:
-            raise ValueError("batch: expected its documents in it, which Collator adds with columns=teacher.columns")
-        return self.inner.student_batch(_without_documents(batch), needs_targets)
+    def parts(self) -> list[InnerTeacher]:
+        return [InnerTeacher(self.inner, "", _without_documents)]
 
-    def submit(self, batch: Batch) -> None:
-        """Begin to read a batch that is stored entirely; submit one of which nothing is stored to the teacher."""
+    @property
+    def prefetch_depth(self) -> int:
+        return max(self.inner.prefetch_depth, super().prefetch_depth)
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        return self.inner.student_batch(super().student_batch(batch, needs_targets), needs_targets)
+
+    def prefetch(self, batch: Batch) -> None:
+        """Begin to read a batch that is stored entirely; have the teacher prefetch one of which nothing is stored."""
         batched = documents_in(batch)
-        if batched in self._reading or batched in self._asked or len(self._reading) > MOST_READ:
+        if batched in self._asked:
             return
         stored = [self.store.has(document.key) for row in batched.rows for document in row]
-        if all(stored) or self.filled is None:
-            read, device = self.store.gather(batched.rows), self.device
-            self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
-        elif not any(stored):
+        if all(stored):
+            super().prefetch(batch)
+        elif not any(stored) and len(self._reading) <= MOST_READ:
             self._asked[batched] = None
-            if (prefetching := prefetching_of(self.inner)) is not None:
-                prefetching.submit(_without_documents(batch))
+            self.inner.prefetch(_without_documents(batch))
 
-    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+    def prefetch_error(self, batches: Sequence[Batch]) -> str | None:
         asked = [_without_documents(batch) for batch in batches if documents_in(batch) in self._asked]
-        prefetching = prefetching_of(self.inner)
-        return None if prefetching is None else prefetching.fault_of(asked)
+        return self.inner.prefetch_error(asked)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the stored targets of a batch, after querying the teacher for those that are not stored; 0 where no
         token is trained.
-
-        Raises:
-            ValueError: a document is not in a complete cache.
         """
-        fresh = None if self.filled is None else self.fill(batch, self.filled)
-        reading = self._reading.pop(documents_in(batch), None)
+        fresh = self.fill(batch, self.filled)
         if fresh is None:
-            values = self.store.gather(documents_in(batch).rows)() if reading is None else reading.result()
-            fresh = {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
-        if self.filled is not None:
-            self.filled.forget()
+            fresh = self.read(batch)
+        else:
+            self._reading.pop(documents_in(batch), None)
+        self.filled.forget()
         return targets_of(self.store.manifest, {**batch, **fresh}, self.dtype)
 
     def fill(self, batch: Batch, store: Store) -> dict[str, torch.Tensor] | None:
@@ -210,7 +232,7 @@ class StoredTeacher(
 
     def _any_process(self, here: bool, device: torch.device) -> bool:
         """Return whether the teacher is to be called: of a sharded one all processes call it, or none does."""
-        if not is_collective(self):
+        if not self.is_collective():
             return here
         flag = torch.tensor(int(here), device=device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
@@ -223,7 +245,6 @@ class StoredTeacher(
         """
         plan, place = self.store.manifest, asked["valid_rows"]
         if self.head is None:
-            assert isinstance(self.inner, TopKSender)
             return stored_top_k(self.inner.sent(asked), plan)
         hidden = self.inner.targets(asked)
         assert isinstance(hidden, torch.Tensor)
@@ -233,28 +254,24 @@ class StoredTeacher(
         return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
 
     def flush(self) -> None:
-        """Cancel pending reads and flush the store; of a document stored twice, another copy may be read afterwards."""
-        for reading in self._reading.values():
-            reading.cancel()
-        self._reading.clear()
-        if self.filled is not None:
-            self.filled.flush()
+        """Cancel pending reads and flush the store."""
+        super().flush()
+        self.filled.flush()
 
     def close(self) -> None:
         """Stop reading, wait for the part that is being written, and close the teacher."""
-        self._pool.shutdown(cancel_futures=True)
-        if self.filled is not None:
-            self.filled.finish_writing()
+        super().close()
+        self.filled.finish_writing()
         self.inner.close()
 
     def flops_per_token(self) -> dict[str, FlopCounts | None]:
-        """Return None for the FLOPs of a store that is filled: they depend on how often the teacher is queried."""
-        return flops_per_token(self.inner) if self.filled is None else {"": None}
+        """Return None for the FLOPs, which depend on how often the teacher is queried."""
+        return {"": None}
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
         plain = _without_documents(batch)
-        lines = first_batch_lines(self.inner, plain, student, pairing)
+        lines = self.inner.validate_first_batch(plain, student, pairing)
         dtype = DTYPES[self.store.manifest["dtype"]]
         if dtype.itemsize == 1 and self.head is not None:
             hidden = self.inner.targets(plain)
@@ -265,8 +282,8 @@ class StoredTeacher(
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return the teacher's responses, and store them for runs that will not load it."""
-        answers, store = responses_of(self.inner, prompts, settings), self.filled
-        if answers is None or store is None or store.folder is None or not is_main_process():
+        answers, store = self.inner.respond(prompts, settings), self.filled
+        if answers is None or store.folder is None or not is_main_process():
             return answers
         if store.writes and not (store.folder / MANIFEST).is_file():
             paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
@@ -274,26 +291,19 @@ class StoredTeacher(
         return answers
 
     def constructor(self) -> Constructor:
-        """Return the function that opens a complete cache; of a store that is filled, one whose outputs are dropped."""
-        if self.filled is None:
-            return resolve_name(OPEN_CACHE), (str(self.store.path.absolute()),)
+        """Return the function that makes a store whose outputs are dropped."""
         return unsaved, (self.inner, dict(self.store.manifest))
 
     def truncated_copy(self, layers: Sequence[int]) -> StoredTeacher:
         """Return a small teacher whose outputs are not stored."""
-        return self._around(truncated_copy(self.inner, layers))
+        return unsaved(self.inner.truncated_copy(layers), self.store.manifest)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredTeacher:
         """Return a copy that stores nothing, since its model may be changed."""
-        return self._around(copy.deepcopy(self.inner, memo))
-
-    def _around(self, inner: Teacher) -> StoredTeacher:
-        if self.filled is None:
-            return StoredTeacher(inner, self.store, self.device)
-        return unsaved(inner, self.store.manifest)
+        return unsaved(copy.deepcopy(self.inner, memo), self.store.manifest)
 
     def fingerprint(self) -> dict[str, object]:
-        return self.inner.fingerprint() if self.filled is None else fingerprint_of(self.store.manifest)
+        return fingerprint_of(self.store.manifest)
 
 
 def unsaved(inner: Teacher, plan: Plan) -> StoredTeacher:

@@ -15,27 +15,15 @@ from distill.data.load import Splits
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
 from distill.recipe import Data, Generate
 from distill.recipe.models import Context
-from distill.teachers.capabilities import (
-    ChecksFirstBatch,
-    Constructor,
-    CopiesTruncated,
-    Prompt,
-    Reconstructs,
-    Responds,
-    first_batch_lines,
-    responses_of,
-    truncated_copy,
-)
+from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+from distill.teachers.load_context import LoadContext
 from distill.teachers.rows.context.data import ContextColumns, filled, load_context_data
-from distill.teachers.rows.reading import ReadingTeacher, at_positions
-from distill.teachers.source_capabilities import note_data
+from distill.teachers.rows.reading import ReadingPlan, ReadingTeacher, at_positions
 from distill.teachers.vocabulary import Vocabulary
-from distill.teachers.wrapping import WrappingSource, WrappingVocabulary, readings_of
 
 
-class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstructs, Responds):
+class ContextTeacher(ReadingTeacher):
     """A teacher with a prompt of its own.
 
     Args:
@@ -63,35 +51,37 @@ class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstr
             f"padding); the {len(batch['valid_rows']):,} that are trained on are the same for both"
         )
         own = (self.student_batch(batch, True), student) if self.models else (self.inner_batch(batch), None)
-        return [*first_batch_lines(self.inner, *own, pairing), f"{'context':<12}{line}"]
+        return [*self.inner.validate_first_batch(*own, pairing), f"{'context':<12}{line}"]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses after a context that is the same for all; None where it depends on a row of the data."""
-        tokenizer = getattr(self.inner, "tokenizer", None)
+        tokenizer = self.inner.tokenizer
         if self.context is None or self.context.columns or getattr(tokenizer, "chat_template", None) is None:
             return None
         text, place = filled(self.context, {}), self.context.place
         system = [{"role": "system", "content": text}] if place == "system" else []
         wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
         turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
-        return responses_of(self.inner, turns, settings)
+        return self.inner.respond(turns, settings)
 
     def constructor(self) -> Constructor:
         return ContextTeacher, (self.inner, self.context)
 
     def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
-        return ContextTeacher(truncated_copy(self.inner, layers), self.context)
+        return ContextTeacher(self.inner.truncated_copy(layers), self.context)
 
 
-class ContextSource(WrappingSource):
-    """The source of a teacher that reads after a context.
+class ContextPlan(ReadingPlan):
+    """The plan of a teacher that reads after a context.
 
     Args:
-        inner: Source of the inner teacher.
+        inner: Plan of the inner teacher.
         context: Privileged context of the recipe.
     """
 
-    def __init__(self, inner: TeacherSource, context: Context) -> None:
+    reads = ContextColumns
+
+    def __init__(self, inner: TeacherPlan, context: Context) -> None:
         super().__init__(inner)
         self.context = context
 
@@ -100,13 +90,10 @@ class ContextSource(WrappingSource):
 
         def read(data: Data, seed: int) -> Splits:
             splits = load_context_data(data, inner.tokenizer, self.context, seed=seed)
-            note_data(self, splits)
+            self.note_data(splits)
             return splits
 
-        return WrappingVocabulary(inner, read)
-
-    def inner_splits(self, splits: Splits) -> Splits:
-        return readings_of(splits, ContextColumns.teacher_row)
+        return inner.with_reader(read)
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the inner teacher's footprint, with its outputs over both readings."""
@@ -117,8 +104,4 @@ class ContextSource(WrappingSource):
         return f"{self.inner.title()} with a context of its own"
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> ContextTeacher:
-        return ContextTeacher(self.inner.open(context, _inside(vocabulary)), self.context)
-
-
-def _inside(vocabulary: Vocabulary) -> Vocabulary:
-    return vocabulary.inner if isinstance(vocabulary, WrappingVocabulary) else vocabulary
+        return ContextTeacher(self.inner.open(context, vocabulary), self.context)

@@ -33,25 +33,16 @@ from distill.objectives.targets import (
     VocabularyAlignment,
 )
 from distill.recipe import Data
-from distill.teachers.capabilities import (
-    ChecksFirstBatch,
-    Constructor,
-    CopiesTruncated,
-    Reconstructs,
-    first_batch_lines,
-    truncated_copy,
-)
+from distill.teachers.base import Constructor, Teacher
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import LoadContext, Teacher
-from distill.teachers.rows.reading import ReadingTeacher
+from distill.teachers.load_context import LoadContext
+from distill.teachers.rows.reading import ReadingPlan, ReadingTeacher
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossColumns, load_cross_data
 from distill.teachers.rows.retokenised.encode import Reader
 from distill.teachers.rows.retokenised.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
-from distill.teachers.source_capabilities import Measures, note_data
 from distill.teachers.vocabulary import Match, Vocabulary
-from distill.teachers.wrapping import WrappingSource, readings_of
 
 
 class SpansFormat(TargetFormat):
@@ -94,7 +85,7 @@ class SpansFormat(TargetFormat):
             )
 
 
-class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstructs):
+class CrossTeacher(ReadingTeacher):
     """A teacher that reads by its own tokenizer.
 
     Args:
@@ -126,7 +117,7 @@ class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstruc
     @torch.no_grad()
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher, and report the share of its probability on tokens that the student has."""
-        lines = first_batch_lines(self.inner, self.inner_batch(batch), None, pairing)
+        lines = self.inner.validate_first_batch(self.inner_batch(batch), None, pairing)
         targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
         with self.hidden.head.open() as head:
             share = loss.matched(targets, head, pairing.columns).item()
@@ -140,20 +131,19 @@ class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstruc
         return CrossTeacher, (self.inner, self.shared)
 
     def truncated_copy(self, layers: Sequence[int]) -> CrossTeacher:
-        return CrossTeacher(truncated_copy(self.inner, layers), self.shared)
+        return CrossTeacher(self.inner.truncated_copy(layers), self.shared)
 
 
-class CrossSource(WrappingSource, Measures):
-    """The source of a teacher for a student with `vocabulary: cross`."""
+class CrossPlan(ReadingPlan):
+    """The plan of a teacher for a student with `vocabulary: cross`."""
+
+    reads = CrossColumns
 
     def vocabulary(self) -> CrossVocabulary:
         return CrossVocabulary(self)
 
     def measure(self) -> Measure:
         return SPANS
-
-    def inner_splits(self, splits: Splits) -> Splits:
-        return readings_of(splits, CrossColumns.teacher_row)
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the inner teacher's footprint; the loss's chunks depend on the device's memory."""
@@ -162,13 +152,13 @@ class CrossSource(WrappingSource, Measures):
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> CrossTeacher:
         assert isinstance(vocabulary, CrossVocabulary)
-        return CrossTeacher(self.inner.open(context, vocabulary.inner), vocabulary.vocabularies.shared)
+        return CrossTeacher(self.inner.open(context, vocabulary.of_backend()), vocabulary.vocabularies.shared)
 
 
 class CrossVocabulary(Vocabulary):
     """Two tokenizers: the student's makes the data, the teacher's a second reading of them."""
 
-    def __init__(self, source: CrossSource) -> None:
+    def __init__(self, source: CrossPlan) -> None:
         recipe = source.recipe
         if recipe.data.is_synthetic:
             raise ValueError(
@@ -198,9 +188,12 @@ class CrossVocabulary(Vocabulary):
     def id_bound(self) -> int | None:
         return None
 
+    def of_backend(self) -> Vocabulary:
+        return self.inner
+
     def read(self, data: Data, seed: int) -> Splits:
         splits = load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed)
-        note_data(self.source, splits)
+        self.source.note_data(splits)
         return splits
 
     def prepare(self) -> None:
