@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distill.data.assistant_turns import RenderedChat
-from distill.data.messages import REASONING, MessageContent, content_of
+from distill.data.known_columns import REASONING
+from distill.data.messages import MessageContent, content_of
 from distill.data.rendering import NOT_RENDERED, Message, TemplateError, Tools
 from distill.data.rows import RowFault
 
@@ -184,7 +185,13 @@ class _Text:
     """Text with a search for words in their order."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._dense, self._at = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), text), _dense(text), 0
+        plain = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+        if plain != text:  # an escape may be half of a character beyond the first 65,536
+            plain = plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        self._text = plain
+        self._dense = _dense(text)
+        self._dense_plain = _dense(plain)
+        self._at = 0
 
     def holds(self, words: str, *, ordered: bool = False) -> bool:
         """Return whether the text contains the words, ignoring white space, or each of them in turn."""
@@ -198,7 +205,9 @@ class _Text:
             if (at := self._text.find(word, at)) < 0:
                 return False
             at += len(word)
-        return bool(_WORDS.search(words)) or dense.replace("\\", "") in self._dense.replace("\\", "")
+        if _WORDS.search(words):
+            return True
+        return any(dense.replace("\\", "") in text.replace("\\", "") for text in (self._dense, self._dense_plain))
 
 
 def _dense(text: str) -> str:
