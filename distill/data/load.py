@@ -10,7 +10,6 @@ validation, pack the rest. Everything follows from the recipe and the seed; a se
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +126,7 @@ def load_rows(
             source = prompt_lines(source, data.source)
         encoder = encoder_for(format_of(source, data, templates), part)
         format = encoder.format
-        require_words_are_read(_first_unread(source, format), format, source.name)
+        check_first_rows(source, format)
         documents, tally, key, cached = tokenise_documents(
             source, encoder, max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
@@ -227,15 +226,19 @@ def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | Non
     return replace(format, keeps_empty=data.empty_answers == "keep", template_reads=tuple(known))
 
 
-def _first_unread(source: Source, format: Format) -> RowCounts:
-    """Return what the first rows of a source have that is not read, so that a run stops before all are tokenised."""
+def check_first_rows(source: Source, format: Format) -> None:
+    """Raise if the first rows have columns with words of the conversation that are not read, before all are tokenised.
+
+    Raises:
+        ValueError: naming the columns and the settings.
+    """
     counts = RowCounts()
     for row in islice(source.rows(), FIRST_ROWS):
         counts.rows_read += 1
         if isinstance(row, dict):
             with suppress(RowFault, RecursionError):  # counted when the row is tokenised
                 counts.see_unread(format.sample(row).unread)
-    return counts
+    require_words_are_read(counts, format, source.name)
 
 
 def require_words_are_read(counts: RowCounts, format: Format, name: str, field: str = "data.fields") -> None:
@@ -256,10 +259,10 @@ def require_words_are_read(counts: RowCounts, format: Format, name: str, field: 
         f"{column!r} in {rows:,} of {plural(counts.rows_read, 'row')} ({advice(column, format.kind)})"
         for column, rows in counts.unread_words.most_common(3)
     ]
-    names = json.dumps(sorted(counts.unread_words))
+    names = ",".join(sorted(counts.unread_words))
     raise ValueError(
-        f"{field}: {name} has columns with words of the conversation that are not read: {', '.join(parts)}; "
-        f"data.unread={names} trains without them"
+        f"{field}: {name} has columns that change what is trained on, and are not read: {', '.join(parts)}; "
+        f"data.unread=[{names}] trains without them"
     )
 
 

@@ -298,16 +298,16 @@ class _Reader:
             if message.get(name, 1) not in (0, 1):
                 raise self.fault("wrong type", f"expected {name} of 0 or 1, got {message[name]!r}")
             if not is_assistant and message.pop(name, 0) and name in ("train", "training"):
-                self._not_read(name)  # axolotl trains on such a message of a user
+                self._not_read(f"{message['role']}.{name}")  # axolotl trains on such a message of a user
         details = [message.pop(name) for name in TRAINED_PARTS if name in message]
         details = [detail for detail in details if not is_blank(detail)]
         if details and is_assistant:
             message[TRAINED_PARTS[0]] = [self._range(detail) for detail in details[0]]
         elif any(bool(part.get("train")) for detail in details for part in detail if isinstance(part, Mapping)):
-            self._not_read(TRAINED_PARTS[0])
+            self._not_read(f"{message['role']}.{TRAINED_PARTS[0]}")
 
     def _not_read(self, name: str) -> None:
-        if f"messages.{name}" not in self.template_reads:
+        if f"messages.{name}" not in (*self.template_reads, *self.ignored):
             self.unread.add(f"messages.{name}")
 
     def _range(self, part: Any) -> Message:

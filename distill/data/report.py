@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -158,7 +157,7 @@ class DataReport(RowCounts):
             if names:
                 shown = ", ".join(f"{name} in {plural(self.unread[name], 'row')}" for name in names[:MOST_SHOWN])
                 more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
-                yield f"{what} not read: {shown}{more}; data.unread={json.dumps(names[:MOST_SHOWN])} silences this"
+                yield f"{what} not read: {shown}{more}; data.unread=[{','.join(names[:MOST_SHOWN])}] silences this"
 
     def _shares(self) -> Iterator[str]:
         """Yield a line for each of several sources on its part of an epoch."""

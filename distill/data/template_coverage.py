@@ -232,9 +232,11 @@ def check_words(
         text, said, role = written.get(number, everything), content_of(message), str(message.get("role"))
         field = role if role != "assistant" else BESIDE if said.calls else TEXT
         _require(text, said.answer, field, template, ordered=number not in written)
-        for call in said.calls:
-            for words in (str(call.get("name", "")), *_leaves(call.get("arguments"))):
-                _require(text, words, CALLS, template)
+        for call, json_text in zip(said.calls, _json_arguments(message), strict=True):
+            _require(text, str(call.get("name", "")), CALLS, template)
+            if json_text is None or not text.holds(json_text):  # a template may print the arguments' JSON text as it is
+                for words in _leaves(call.get("arguments")):
+                    _require(text, words, CALLS, template)
         thoughts = thoughts and (number not in written or text.holds(said.thought))
     for tool in tools or ():
         _require(everything, _named(tool), TOOLS, template)
@@ -253,6 +255,13 @@ def _texts_of(examples: Examples) -> dict[int, _Text]:
 def _require(text: _Text, words: str, field: str, template: str, *, ordered: bool = False) -> None:
     if words.strip() and not text.holds(words, ordered=ordered):
         raise RowFault(omission_fault(field, template), f"missing or incomplete: {' '.join(words.split())[:80]!r}")
+
+
+def _json_arguments(message: Message) -> list[str | None]:
+    """Return the arguments of each call that are JSON text in the data; None for the others."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    arguments = [function.get("arguments") for function in calls if isinstance(function, Mapping)]
+    return [value if isinstance(value, str) else None for value in arguments]
 
 
 def _leaves(arguments: Any) -> list[str]:
