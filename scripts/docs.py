@@ -2,8 +2,9 @@
 
 Tables of README.md and docs/ from measured rows; docs/reference/settings/ and recipes/recipe.schema.json from the
 recipe's schema; docs/reference/cli.md from the command line's own definitions; docs/reference/api/ and the table of
-docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; docs/guides/row-layouts.md from
-the tests' table of rows; tables of GPUs from the cards that `check` knows; docs/contributing.md from CONTRIBUTING.md. `--check` writes nothing, and fails where a file
+docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; docs/guides/row-layouts.md
+from the tests' table of rows; tables of GPUs from the cards that `check` knows; docs/contributing.md from
+CONTRIBUTING.md. `--check` writes nothing, and fails where a file
 differs from what would be written.
 """
 

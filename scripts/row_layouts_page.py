@@ -90,5 +90,8 @@ def read_lists() -> str:
     lines = ["| rows | columns | read as |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows), ""]
     lines += ["Keys of a message:", "", "| keys | read as |", "|---|---|", *(f"| {' | '.join(row)} |" for row in keys)]
     words = ", ".join(f"`{name}`" for name in sorted(WORDS))
-    lines += ["", f"Columns of these names stop the run where nothing reads them: {words}."]
+    lines += [
+        "",
+        f"In pairs, chats and prompts, columns of these names stop the run if nothing reads them: {words}.",
+    ]
     return "\n".join(lines)

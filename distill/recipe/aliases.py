@@ -239,7 +239,9 @@ _UNSUPPORTED = {
     ),
     "group_by_length length_column_name sample_packing_eff_est pad_to_sequence_len pad_to_multiple_of padding "
     "padding_side padding_free": "data.packing fills rows with whole documents, so that nothing is padded",
-    "remove_unused_columns column_names columns": "data.fields names the columns that are read; others are reported, unless data.unread names them",
+    "remove_unused_columns column_names columns": (
+        "data.fields names the columns that are read; others are reported, unless data.unread names them"
+    ),
     "streaming iterable_dataset": "data.max_rows reads the first rows; a source is read to its end",
     "shuffle shuffle_buffer_size shuffle_merged_datasets": "rows are always shuffled, by train.seed",
     "eval_batch_size eval_sample_packing": "held-out rows go by train.batch_size and data.packing, as those trained",
