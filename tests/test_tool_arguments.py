@@ -54,5 +54,5 @@ def test_empty_arguments_are_an_empty_object(arguments):
 
 @pytest.mark.parametrize("arguments", ['{"a": ', "look", "[1]", "5", ["a"], 5])
 def test_arguments_that_are_no_json_object_drop_the_row(arguments):
-    with pytest.raises(RowFault, match="^arguments of a tool call are no JSON: column 'messages': "):
+    with pytest.raises(RowFault, match=r"^arguments of a tool call are no JSON: column 'messages': "):
         arguments_read(arguments)

@@ -96,6 +96,7 @@ WORDS = frozenset(
 )
 WEIGHTS = frozenset({"weight", "weights", "sample_weight"})
 REJECTED = re.compile(r"rejected(_.*)?")
+RESPONSES = frozenset(second for _, second in PAIR_COLUMNS) | set(CHAT_COLUMNS)
 QUESTIONS = frozenset({"question", "query", "prompt", "instruction"})  # one is the prompt; a chat holds them itself
 
 ANNOTATED = re.compile(r"""\.([A-Za-z_]\w*)|\[\s*["']([A-Za-z_]\w*)["']\s*\]|["']([A-Za-z_]\w*)["']\s*(?:in\b|,|\))""")
@@ -126,6 +127,8 @@ def carries_words(name: str, value: object, row: Mapping[str, Any], kind: str, u
         used: Texts of the conversation as it is read; a column that repeats one of them adds nothing.
     """
     if kind == TEXT:  # the text is the whole document
+        return False
+    if kind == PROMPTS and name in RESPONSES:  # the student writes its own
         return False
     if name in WEIGHTS:
         return value not in (1, True)

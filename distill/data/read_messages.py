@@ -83,7 +83,7 @@ def read_messages(
     return Conversation(messages, reader.tools, frozenset(reader.unread))
 
 
-def read_history(value: object, column: str) -> list[Message]:
+def read_history(value: Any, column: str) -> list[Message]:
     """Read earlier turns: pairs of question and answer, as a list or as JSON text."""
     if isinstance(value, str):
         value = parsed_json(value, column)
@@ -98,7 +98,7 @@ def read_history(value: object, column: str) -> list[Message]:
     return messages
 
 
-def read_tools(value: object, column: str, *, adds_nulls: bool = False) -> Tools:
+def read_tools(value: Any, column: str, *, adds_nulls: bool = False) -> Tools:
     """Read the tools on offer: JSON schemas, or JSON text of all or of each; OpenAI's older `functions` get their level
     `function`.
     """
@@ -206,7 +206,7 @@ class _Reader:
 
     def _calls_of(self, content: object) -> list[Any]:
         """Return the calls of a message that is JSON text of one or several."""
-        made = parsed_json(content, self.column) if isinstance(content, str) else content
+        made: Any = parsed_json(content, self.column) if isinstance(content, str) else content
         calls = made if isinstance(made, list) else [made]
         if not all(isinstance(call, Mapping) and "name" in call for call in calls):
             raise self.fault("wrong type", "expected a call with name and arguments")

@@ -77,6 +77,7 @@ def read_prompts(
     found, beginning = Prompts(), tokens_before_text(tokenizer)
     reader: Format | None = None
     for number, row in enumerate(prompt_lines(open_source(path, field="--prompts"), path).rows()):
+        found.rows_read += 1
         with found.row(number):
             if isinstance(row, RowFault):
                 raise row

@@ -218,8 +218,8 @@ def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards 
 
 def row_table_from_recipe(recipe: Recipe, tokenizer: Any) -> RowTable:
     """Return the index of a recipe's training rows by their prompts; `tokenizer` of the data."""
-    sections = [section for section in (recipe.teacher, *recipe.teachers) if section.context is not None]
-    private = [column for section in sections for column in section.context.columns]
+    contexts = [section.context for section in (recipe.teacher, *recipe.teachers) if section.context is not None]
+    private = [column for context in contexts for column in context.columns]
     sources = []
     for part in recipe.data.parts:
         data = part.data
