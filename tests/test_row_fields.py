@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny import tiny_tokenizer
+from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import load_template
@@ -174,3 +174,30 @@ def test_prompts_to_respond_to_have_the_system_prompt_too(tmp_path):
     (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl"), tokenizer, template, data.fields, max_length=99).prompts
     assert "system\nBe brief." in tokenizer.decode(prompt.ids)
     assert [message["role"] for message in prompt.row["messages"]] == ["system", "user"]
+
+
+def test_a_system_prompt_beside_another_one_is_in_the_report(tmp_path):
+    rows = [{**row, "system": "Other."} for row in chats({"role": "assistant", "content": "Yes."})]
+    own = [{**row, "messages": [{"role": "system", "content": "Own."}, *row["messages"]]} for row in rows]
+    assert loaded(tmp_path, own)[1].unread == {"system": 4}
+    assert not loaded(tmp_path, rows)[1].unread
+
+
+def test_documents_that_are_several_texts_are_read_one_after_another(tmp_path):
+    texts, _ = loaded(tmp_path, pairs(documents=["The bridge.", "The river."]), fields={"context": "documents"})
+    assert texts and all("The bridge.\n\nThe river.\n\nQuestion" in text for text, _ in texts)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_the_chat_template_reads_itself_is_left_to_it(tmp_path, reads):
+    shown = "{{ message.stamp }}{{ message.tools | tojson if message.tools else '' }}" if reads else ""
+    beside = "" if reads else "{{ tools | tojson if tools else '' }}"
+    text = beside + CHAT_TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] }}" + shown)
+    (tmp_path / "mine.jinja").write_text(text)
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+    system = {"role": "system", "content": "Use tools.", "tools": [tool]}
+    rows = chats({"role": "assistant", "content": "Yes.", "stamp": "at noon"})
+    rows = [{"messages": [system, *row["messages"]]} for row in rows]
+    texts, report = loaded(tmp_path, rows, chat_template=str(tmp_path / "mine.jinja"))
+    assert texts and all(text.count('"look"') == 1 and ("at noon" in text) == reads for text, _ in texts)
+    assert report.unread == ({} if reads else {"messages.stamp": 4})

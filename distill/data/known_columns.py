@@ -54,7 +54,7 @@ class Known(NamedTuple):
 COLUMNS = (
     Known("system", ("system", "system_prompt"), (PAIR, CHAT, PROMPTS), "system prompt of rows that have none"),
     Known("history", ("history",), (PAIR, PROMPTS), "earlier turns before the prompt: pairs of question and answer"),
-    Known("context", ("context",), (PAIR, PROMPTS), "text before the prompt; beside `instruction` after it (Dolly)"),
+    Known("context", ("context",), (PAIR, PROMPTS), "texts before the prompt; beside `instruction` after it (Dolly)"),
     Known("input", ("input",), (PAIR, PROMPTS), "text after the prompt `instruction` (Alpaca)"),
     Known("reasoning", (*REASONING, *REASONING_ALIASES), (PAIR,), "reasoning before the completion"),
     Known("tools", ("tools", "functions"), (PAIR, CHAT, PROMPTS), "tools on offer: JSON schemas, or JSON text of them"),

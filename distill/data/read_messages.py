@@ -272,7 +272,8 @@ class _Reader:
                 raise self.fault("wrong type", f"expected {name} as text")
         for name in REASONING_ALIASES:
             self._add_reasoning(message, message.pop(name, ""), name)
-        if not is_blank(details := message.pop("reasoning_details", None)):
+        details = message.pop("reasoning_details", None)
+        if not is_blank(details):
             found = [detail for detail in details if isinstance(detail, Mapping)] if isinstance(details, list) else []
             texts = [detail[key] for detail in found for key in ("text", "summary") if isinstance(detail.get(key), str)]
             given = any(not is_blank(message.get(name)) for name in REASONING)

@@ -174,10 +174,14 @@ class RowReader:
     def _question(self, column: str) -> str:
         """Return the text of a prompt, with the context before it and the input after it."""
         text = _text(self.row, column)
-        context, extra = (_as_text(self._value(role)) for role in ("context", "input"))
-        if context.strip() and context.strip() not in text:
-            text = f"{context}\n\n{text}"
-        return f"{text}\n\n{extra}" if extra.strip() else text
+        context = self._value("context")
+        if isinstance(context, list) and all(isinstance(part, str) for part in context):
+            context = "\n\n".join(context)
+        before = _as_text(context)
+        after = _as_text(self._value("input"))
+        if before.strip() and before.strip() not in text:
+            text = f"{before}\n\n{text}"
+        return f"{text}\n\n{after}" if after.strip() else text
 
     def _history(self) -> list[Message]:
         value = self._value("history")

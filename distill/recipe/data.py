@@ -21,7 +21,7 @@ class Fields(Section):
         completion: column of the responses, which are trained on; null for `completion`.
         messages: column of chats, lists of messages with `role` and `content`; null for `messages`.
         system: column of system prompts, for rows whose messages have none; null for `system` or `system_prompt`.
-        context: column of text that is read before the prompt; null for `context`.
+        context: column of a text, or of several, that is read before the prompt; null for `context`.
         input: column of text that is read after the prompt; null for `input` beside the prompt `instruction`.
         reasoning: column of the reasoning before a completion; null for `reasoning_content`, `reasoning`, `thinking`.
         tools: column of the tools on offer; null for `tools` or `functions`.
