@@ -205,6 +205,7 @@ class RunResults:
             "after": measure.to_json(result.after._asdict()),
             "measure": measure,
             "gap_closed": result.kl_reduction,
+            "data": self.splits.report.as_dict(),
             "steps": result.steps,
             "finished": now(),
             "prompts": self.recipe.generate.prompts,

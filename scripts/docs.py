@@ -2,8 +2,9 @@
 
 Tables of README.md and docs/ from measured rows; docs/reference/settings/ and recipes/recipe.schema.json from the
 recipe's schema; docs/reference/cli.md from the command line's own definitions; docs/reference/api/ and the table of
-docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; tables of GPUs from the
-cards that `check` knows; docs/contributing.md from CONTRIBUTING.md. `--check` writes nothing, and fails where a file
+docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; docs/guides/row-layouts.md
+from the tests' table of rows; tables of GPUs from the cards that `check` knows; docs/contributing.md from
+CONTRIBUTING.md. `--check` writes nothing, and fails where a file
 differs from what would be written.
 """
 
@@ -33,6 +34,7 @@ from scripts import (  # noqa: E402
     gpu_page,
     launched_tables,
     readme,
+    row_layouts_page,
     settings_pages,
     template_page,
 )
@@ -51,6 +53,7 @@ def generated() -> dict[Path, str]:
         docs / "reference/cli.md": cli_page(),
         docs / "reference/compiled-kernels.md": compiled.page(),
         docs / "contributing.md": contributing_page(),
+        docs / "guides/row-layouts.md": row_layouts_page.page(NOTE),
         **{docs / "reference/settings" / name: text for name, text in settings_pages.pages().items()},
         **{docs / "reference/api" / name: text for name, text in api_pages.pages().items()},
     }
@@ -64,6 +67,7 @@ def generated() -> dict[Path, str]:
             text = _block(text, "families", gpu_page.families()) if path.name == "gpus.md" else text
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             text = _block(text, "loss times", gpu_page.loss_times()) if path.name == "gpus.md" else text
+            text = _block(text, "read", row_layouts_page.read_lists()) if path.name == "data-formats.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
             text = _block(text, "pruned", pruned_table()) if path.name == "shrink.md" else text
             text = _block(text, "quantised", quantised_table()) if path.name == "shrink.md" else text

@@ -292,3 +292,11 @@ def test_templates_that_cannot_work(workplace, template, expected, capsys):
     assert distil(workplace, "a.jsonl", lines([{"messages": TURNS}] * 4), "data.chat_template=t.jinja") == 2
     err = capsys.readouterr().err
     assert err.startswith("distill: data.") and err.count("\n") == 1 and expected in err, err
+
+
+def test_what_is_not_read_is_said_by_the_run_and_its_result(workplace, capsys):
+    rows = [{"text": "word " * 40, "category": "a"}] * 3 + [{"text": f"word {n} " * 40} for n in range(3)]
+    assert distil(workplace, "a.jsonl", lines(rows)) == 0
+    assert "columns not read: category in 3 rows; data.unread=[category] silences this" in capsys.readouterr().out
+    result = json.loads((workplace / "runs/r/result.json").read_text())
+    assert result["data"]["unread"] == {"category": 3} and result["data"]["rows_read"] == 6

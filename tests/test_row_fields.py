@@ -1,11 +1,10 @@
 """Fields of rows beside their text: turns that are not trained on, system prompts, columns that are not read."""
 
 import json
-import logging
 
 import numpy as np
 import pytest
-from tiny import tiny_tokenizer
+from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import load_template
@@ -74,11 +73,98 @@ def test_a_system_prompt_of_the_messages_is_kept(tmp_path):
     assert all("Own." in text and "Other." not in text for text, _ in texts)
 
 
-@pytest.mark.parametrize(("column", "value"), [("history", [["old?", "old."]]), ("label", False)])
-def test_columns_of_pairs_that_are_not_read_are_named(tmp_path, caplog, column, value):
-    with caplog.at_level(logging.WARNING):
-        loaded(tmp_path, [{"prompt": f"Question {n}?", "completion": "Yes.", column: value} for n in range(4)])
-    assert f"the column {column!r} is not read" in caplog.text
+def pairs(count=4, **more):
+    return [{"prompt": f"Question {n}?", "completion": "Yes.", **more} for n in range(count)]
+
+
+def test_columns_and_keys_that_are_not_read_are_in_the_report_with_their_rows(tmp_path):
+    rows = chats({"role": "assistant", "content": "Yes.", "stamp": 7, "none": None})
+    _, report = loaded(tmp_path, [{**row, "id": n, "empty": ""} for n, row in enumerate(rows)])
+    assert report.unread == {"id": 4, "messages.stamp": 4} and not report.unread_words
+    assert "columns not read: id in 4 rows; data.unread=[id] silences this" in str(report)
+    assert "keys not read: messages.stamp in 4 rows; data.unread=[messages.stamp] silences this" in str(report)
+    assert report.as_dict()["unread"] == {"id": 4, "messages.stamp": 4}
+    _, report = loaded(tmp_path, rows, unread=["messages.stamp", "id"])
+    assert not report.unread and "not read" not in str(report)
+
+
+@pytest.mark.parametrize("name", ["documents", "choices", "input", "weight", "question", "system_message"])
+def test_a_column_that_changes_what_is_trained_on_stops_the_run_until_the_recipe_says(tmp_path, name):
+    with pytest.raises(
+        ValueError, match=rf"columns that change .* not read: '{name}' in 4 of 4 rows .*unread=\[{name}\]"
+    ):
+        loaded(tmp_path, pairs(**{name: "The bridge."}))
+    texts, report = loaded(tmp_path, pairs(**{name: "The bridge."}), unread=[name])
+    assert texts and all("bridge" not in text for text, _ in texts) and not report.unread
+    assert loaded(tmp_path, pairs(**{name: ""}))[0], "an empty column says nothing"
+
+
+@pytest.mark.parametrize(("field", "order"), [("context", ["bridge", "Question"]), ("input", ["Question", "bridge"])])
+def test_a_column_of_another_name_is_read_where_the_recipe_says(tmp_path, field, order):
+    texts, report = loaded(tmp_path, pairs(documents="The bridge."), fields={field: "documents"})
+    assert texts and all(text.index(order[0]) < text.index(order[1]) for text, _ in texts) and not report.unread
+    assert all("bridge" not in trained for _, trained in texts)
+
+
+def test_a_column_that_repeats_the_prompt_stops_nothing(tmp_path):
+    rows = [{**row, "question": row["prompt"]} for row in pairs()]
+    assert loaded(tmp_path, rows)[1].unread == {"question": 4}
+
+
+def test_columns_that_only_later_rows_have_are_read_or_stop_the_run(tmp_path):
+    texts, _ = loaded(tmp_path, [*pairs(300), *pairs(40, system="Be brief.")], validation={"max_rows": 2})
+    assert sum("Be brief." in text for text, _ in texts) >= 38
+    with pytest.raises(ValueError, match="'choices' in 40 of 340 rows"):
+        loaded(tmp_path, [*pairs(300), *pairs(40, choices=["a", "b"])])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"system": "sys"}, r"data\.fields\.system: no column 'sys'; the columns are"),
+        (
+            {"messages": "chat", "context": "documents"},
+            r"data\.fields\.context: the column 'documents' cannot be read in",
+        ),
+    ],
+)
+def test_mapped_columns_that_cannot_be_read_are_refused(tmp_path, fields, message):
+    rows = [{"chat": row["messages"], "documents": "x"} for row in chats({"role": "assistant", "content": "Yes."})]
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path, rows, fields=fields)
+
+
+def test_what_only_the_teacher_reads_is_not_read_by_the_student(tmp_path):
+    from distill.recipe.models import Context
+    from distill.teachers.rows.context.data import load_context_data
+
+    rows = [{"question": f"When {n}?", "context": f"The bridge opened in {n}.", "answer": "Then."} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(source=str(tmp_path / "rows.jsonl"), cache=False, packing=False, validation={"fraction": 0.3})
+    tokenizer = tiny_tokenizer()
+    splits = load_context_data(data, tokenizer, Context(template="{context}"), seed=0)
+    assert not splits.report.unread
+    for row in splits.train:
+        assert "bridge" not in tokenizer.decode(row["input_ids"])
+        assert "bridge" in tokenizer.decode(row["teacher_input_ids"])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_only_tables_lose_nulls_of_arguments_and_schemas(tmp_path, suffix):
+    from test_row_layouts import written
+
+    from distill.data.formats import Format
+    from distill.data.sources import open_source
+    from distill.generation.reward_rows import _as_json, _from_json
+
+    call = {"type": "function", "function": {"name": "look", "arguments": {"place": "Oslo", "unit": None}}}
+    other = {"type": "function", "function": {"name": "look", "arguments": {"place": "Rome", "unit": "C"}}}
+    chat = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call, other]}]
+    (row,) = open_source(str(written(json.dumps({"messages": chat}), suffix, tmp_path))).rows()
+    expected = {"place": "Oslo"} if suffix == "parquet" else {"place": "Oslo", "unit": None}
+    for one in (row, _from_json(_as_json(row))):  # as it is read, and as a reward's row is kept
+        message = Format("chat", {"messages": "messages"}).sample(one).messages[-1]
+        assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
 def test_prompts_to_respond_to_have_the_system_prompt_too(tmp_path):
@@ -88,3 +174,30 @@ def test_prompts_to_respond_to_have_the_system_prompt_too(tmp_path):
     (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl"), tokenizer, template, data.fields, max_length=99).prompts
     assert "system\nBe brief." in tokenizer.decode(prompt.ids)
     assert [message["role"] for message in prompt.row["messages"]] == ["system", "user"]
+
+
+def test_a_system_prompt_beside_another_one_is_in_the_report(tmp_path):
+    rows = [{**row, "system": "Other."} for row in chats({"role": "assistant", "content": "Yes."})]
+    own = [{**row, "messages": [{"role": "system", "content": "Own."}, *row["messages"]]} for row in rows]
+    assert loaded(tmp_path, own)[1].unread == {"system": 4}
+    assert not loaded(tmp_path, rows)[1].unread
+
+
+def test_documents_that_are_several_texts_are_read_one_after_another(tmp_path):
+    texts, _ = loaded(tmp_path, pairs(documents=["The bridge.", "The river."]), fields={"context": "documents"})
+    assert texts and all("The bridge.\n\nThe river.\n\nQuestion" in text for text, _ in texts)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_the_chat_template_reads_itself_is_left_to_it(tmp_path, reads):
+    shown = "{{ message.stamp }}{{ message.tools | tojson if message.tools else '' }}" if reads else ""
+    beside = "" if reads else "{{ tools | tojson if tools else '' }}"
+    text = beside + CHAT_TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] }}" + shown)
+    (tmp_path / "mine.jinja").write_text(text)
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+    system = {"role": "system", "content": "Use tools.", "tools": [tool]}
+    rows = chats({"role": "assistant", "content": "Yes.", "stamp": "at noon"})
+    rows = [{"messages": [system, *row["messages"]]} for row in rows]
+    texts, report = loaded(tmp_path, rows, chat_template=str(tmp_path / "mine.jinja"))
+    assert texts and all(text.count('"look"') == 1 and ("at noon" in text) == reads for text, _ in texts)
+    assert report.unread == ({} if reads else {"messages.stamp": 4})

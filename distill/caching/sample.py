@@ -113,7 +113,9 @@ def sample(
     tokenizer = load_tokenizer(answering, "student" if own else "teacher")
     template = load_template(recipe.data.chat_template, tokenizer)
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
-    usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, max_length=longest - 1)
+    usable = read_prompts(
+        prompts, tokenizer, template, recipe.data.fields, max_length=longest - 1, ignored=recipe.data.unread
+    )
     drawn = settings.sampling._asdict().items()
     made_by = {
         "by": section.model or who,

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from distill.data.assistant_turns import RenderedChat, Turns
-from distill.data.messages import TRAINED, Adapter, content_of, is_trained, without_reasoning
+from distill.data.known_columns import TRAINED
+from distill.data.messages import Adapter, content_of, is_trained, untrained_ranges, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.rows import RowFault
+from distill.data.trained_parts import without_untrained
 
 if TYPE_CHECKING:
     from distill.data.template_coverage import Omission
@@ -180,6 +182,8 @@ class ChatTemplate(Renderer):
             template_coverage.is_empty(content_of(messages[turn]), thoughts) for turn in taken
         ):
             raise RowFault("empty", "an assistant message without content; data.empty_answers: keep trains on it")
+        if any(untrained_ranges(messages[turn]) for turn in taken):
+            made = made._replace(examples=[without_untrained(example, messages) for example in made.examples])
         return made._replace(named=named)
 
     def _examples(

@@ -1,43 +1,45 @@
 """Formats of rows: running text, a prompt with its completion, or a chat.
 
-`detect` decides by the columns; `Reader` turns one row into a `Sample`, or raises `RowFault` with the reason.
+`detect` decides by the columns; `Format.sample` turns one row into a `Sample`, or raises `RowFault` with the reason.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Protocol
 
-from distill.data.messages import REASONING, TRAINED
+from distill.data.known_columns import (
+    CHAT,
+    CHAT_COLUMNS,
+    COLUMNS,
+    NEEDS_TEMPLATE,
+    PAIR,
+    PAIR_COLUMNS,
+    PROMPTS,
+    TEXT_COLUMNS,
+    Known,
+    carries_words,
+    is_blank,
+)
+from distill.data.row_reader import RowReader, Sample, Unread
 from distill.data.rows import Row, RowFault
 
-if TYPE_CHECKING:
-    from distill.data.chat import Message, Tools
+__all__ = [
+    "FieldMap",
+    "Format",
+    "Sample",
+    "Unread",
+    "columns_beside",
+    "detect",
+    "prompt_columns",
+    "with_columns_beside",
+]
 
-# column names in common use, tried in this order when the recipe maps none
-CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
-PAIR_COLUMNS = (
-    ("prompt", "completion"),
-    ("question", "answer"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("prompt", "response"),
-    ("query", "response"),
-    ("input", "output"),
-)
-TEXT_COLUMNS = ("text", "content")
-SYSTEM = "system"  # column of system prompts, in the layouts of ShareGPT and Alpaca
-# columns of pairs that are not read, and what they mean in common layouts
-UNREAD = {
-    "history": "earlier turns of the conversation (Alpaca): write them into a column messages",
-    "label": "responses that are not wanted, where it is false (KTO): leave these rows out",
-}
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-# roles known to common chat templates; other roles are passed to the template unchanged, and reported
-KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
+MOST_LAYOUTS = 1024  # different sets of columns in the rows of one source that are remembered
+MAIN = {"text", "prompt", "completion", "messages", "rendered"}  # roles that a format is made of; others are beside it
 
 
 class FieldMap(Protocol):
@@ -49,44 +51,53 @@ class FieldMap(Protocol):
     messages: str | None
 
 
-class Sample(NamedTuple):
-    """Document before tokenisation.
-
-    Attributes:
-        text: Running text, or None.
-        messages: Chat, or None.
-        prompt: Prompt of a pair, masked from the loss, before `text`.
-        tools: JSON schemas of the tools available in a chat.
-        first_trained: Index of the first message that may be trained on.
-    """
-
-    text: str | None = None
-    messages: list[Message] | None = None
-    prompt: str | None = None
-    tools: Tools = None
-    first_trained: int = 0
-
-
 @dataclass(frozen=True)
 class Format:
     """Format of a source's rows.
 
     Attributes:
         kind: `text`, `prompt_completion`, `chat` or `prompts`.
-        columns: role (text, prompt, completion, messages, rendered, system) to column.
+        columns: role (text, prompt, completion, messages, rendered, then those of `known_columns.COLUMNS`) to column.
         keeps_empty: an empty answer is no fault of a row.
         pairs_as_chat: a pair becomes a user's and an assistant's turn, since there is a chat template.
+        ignored: columns, and keys as `messages.KEY`, that are not read on purpose (`data.unread`).
+        template_reads: what the chat templates read, as of `known_columns.template_names`.
     """
 
     kind: str
     columns: dict[str, str] = field(default_factory=dict)
     pairs_as_chat: bool = False
     keeps_empty: bool = False
+    ignored: tuple[str, ...] = ()
+    template_reads: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = ", ".join(role if role == column else f"{role}: {column}" for role, column in self.columns.items())
         shape = ", as chat turns" if self.pairs_as_chat else ""
         return f"{self.kind} ({names}{shape})"
+
+    def without(self, columns: Sequence[str]) -> Format:
+        """Return the format that leaves these columns to others, such as those that only the teacher reads."""
+        kept = {role: name for role, name in self.columns.items() if role in MAIN or name not in columns}
+        return replace(self, columns=kept, ignored=(*self.ignored, *columns))
+
+    @property
+    def renders_chats(self) -> bool:
+        """Return whether a chat template renders the rows, so that system prompts, tools and reasoning can be read."""
+        return self.kind == CHAT or self.pairs_as_chat
+
+    def columns_of(self, row: Row) -> dict[str, str]:
+        """Return the columns of a row by their roles: rows of one file may have more than the first ones."""
+        names = tuple(row)
+        if names not in self._columns_by_names:
+            if len(self._columns_by_names) >= MOST_LAYOUTS:
+                self._columns_by_names.clear()
+            self._columns_by_names[names] = self.columns | columns_beside(self, names)
+        return self._columns_by_names[names]
+
+    @functools.cached_property
+    def _columns_by_names(self) -> dict[tuple[str, ...], dict[str, str]]:
+        return {}
 
     def sample(self, row: Row) -> Sample:
         """Convert one row.
@@ -95,57 +106,19 @@ class Format:
         with a newline if neither has white space at the joint.
 
         Raises:
-            RowFault: A value is missing, empty or of the wrong type.
+            RowFault: A value is missing, empty or of the wrong type, or the row is not to be trained on.
         """
-        if self.kind == "text":
-            return Sample(text=_text(row, self.columns["text"]))
-        sample = self._prompt(row) if self.kind == "prompts" else self._pair_or_chat(row)
-        system = row.get(SYSTEM) if SYSTEM in self.columns else None
-        if sample.messages is None or not isinstance(system, str) or not system.strip():
-            return sample
-        if sample.messages[0]["role"] in ("system", "developer"):
-            return sample
-        messages = [{"role": "system", "content": system}, *sample.messages]
-        return sample._replace(messages=messages, first_trained=sample.first_trained + 1)
+        return RowReader(self, row).sample()
 
-    def _pair_or_chat(self, row: Row) -> Sample:
-        if self.kind == "chat":
-            return Sample(messages=_messages(row, self.columns["messages"]), tools=_tools(row))
-        prompt, completion = self.columns["prompt"], self.columns["completion"]
-        if isinstance(row.get(prompt), list):
-            if not self.pairs_as_chat:
-                raise RowFault(
-                    "a chat without a chat template",
-                    f"column {prompt!r} holds messages; give data.chat_template a .jinja file, or the tokenizer of an "
-                    "instruct model",
-                )
-            turns, reply = _messages(row, prompt), _messages(row, completion)
-            return Sample(messages=turns + reply, tools=_tools(row), first_trained=len(turns))
-        question, answer = _question(row, prompt), _text(row, completion, keeps_empty=self.keeps_empty)
-        if self.pairs_as_chat:
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            return Sample(messages=turns, tools=_tools(row))
-        joint = "" if question[-1:].isspace() or answer[:1].isspace() else "\n"
-        return Sample(text=answer, prompt=question + joint)
+    def unread_columns(self, row: Row, used: Collection[str] = ()) -> list[Unread]:
+        """Return the columns of a row that hold something and are not read.
 
-    def _prompt(self, row: Row) -> Sample:
-        (role, column), *_ = self.columns.items()
-        if role == "messages" or isinstance(row.get(column), list):
-            return Sample(messages=_without_last_answer(_messages(row, column)), tools=_tools(row))
-        text = _question(row, column)
-        if role == "prompt" and self.pairs_as_chat:
-            return Sample(messages=[{"role": "user", "content": text}], tools=_tools(row))
-        return Sample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
-
-
-def _without_last_answer(messages: list[Message]) -> list[Message]:
-    """Return messages up to the last one that the assistant did not write."""
-    count = len(messages)
-    while count and messages[count - 1]["role"] == "assistant":
-        count -= 1
-    if not count:
-        raise RowFault("no question", "nothing precedes the assistant's messages")
-    return messages[:count]
+        Args:
+            used: Texts of the conversation as it is read.
+        """
+        read = {*self.columns_of(row).values(), *self.ignored}
+        names = [name for name, value in row.items() if name not in read and not is_blank(value)]
+        return [Unread(name, carries_words(name, row[name], row, self.kind, used)) for name in names]
 
 
 def prompt_columns(columns: Sequence[str], fields: FieldMap) -> dict[str, str]:
@@ -166,6 +139,7 @@ def detect(
     source: str = "",
     has_template: bool = False,
     rows: Callable[[], Iterable[Row | RowFault]] = tuple,
+    ignored: Sequence[str] = (),
 ) -> Format:
     """Determine the format of rows.
 
@@ -176,6 +150,7 @@ def detect(
         source: Name of the data, for error messages.
         has_template: Whether pairs can be rendered as chats.
         rows: Function that reads the rows; the first one decides the advice where no format is found.
+        ignored: The recipe's `data.unread`.
 
     Raises:
         ValueError: A named column is missing, or no format is found; the message lists the columns.
@@ -186,16 +161,22 @@ def detect(
     for role, name in mapped.items():
         if name not in columns:
             raise ValueError(f"data.fields.{role}: no column {name!r}; {there}")
+
+    def made(kind: str, main: dict[str, str]) -> Format:
+        as_chat = has_template and kind in (PAIR, PROMPTS)
+        format = Format(kind, main, pairs_as_chat=as_chat, ignored=tuple(ignored))
+        return with_columns_beside(format, columns, fields)
+
     if format == "prompts":
-        if not (prompts := prompt_columns(columns, fields)):
+        if not (prompts := prompt_columns([name for name in columns if name not in ignored], fields)):
             raise ValueError(f"data.fields: expected a column prompt, or a column messages; {there}")
         if "messages" in prompts and not has_template:
             raise ValueError(
                 "data.chat_template: expected a chat template for prompts that are chats, got none; give a .jinja "
                 "file, or the tokenizer of an instruct model"
             )
-        return Format("prompts", prompts | system_column(columns, has_template), pairs_as_chat=has_template)
-    kind, found = _shape(columns, mapped, format)
+        return made("prompts", prompts)
+    kind, found = _shape([name for name in columns if name not in ignored], mapped, format)
     if found is None:
         needs = {
             "text": "a column text",
@@ -209,14 +190,69 @@ def detect(
             "data.chat_template: expected a chat template for data that are chats, got none; give a .jinja file, or "
             "the tokenizer of an instruct model"
         )
-    if kind != "text":
-        found = found | system_column(columns, has_template)
-    return Format(kind, found, pairs_as_chat=kind == "prompt_completion" and has_template)
+    return made(kind, found)
 
 
-def system_column(columns: Iterable[str], has_template: bool) -> dict[str, str]:
-    """Return the column of system prompts by its role, where there is one and chats are rendered."""
-    return {SYSTEM: SYSTEM} if has_template and SYSTEM in columns else {}
+def with_columns_beside(format: Format, columns: Sequence[str], fields: FieldMap) -> Format:
+    """Return the format with the columns that are read beside its own: as the recipe maps them, else by their names.
+
+    Raises:
+        ValueError: A mapped column is missing, or cannot be read in rows of this format.
+    """
+    format = replace(format, columns=format.columns | _mapped_beside(format, columns, fields))
+    return replace(format, columns=format.columns | columns_beside(format, columns))
+
+
+def columns_beside(format: Format, columns: Iterable[str]) -> dict[str, str]:
+    """Return the columns that are read beside those of the prompt, the completion or the messages, by their roles.
+
+    Args:
+        format: Format with the columns that are known already.
+        columns: Columns of the data, or of a row.
+    """
+    main, found = format.columns, dict[str, str]()
+    there = [name for name in columns if name not in format.ignored and name not in main.values()]
+    for known in COLUMNS:
+        if known.role in main or known.role == "media" or not _is_read(known, format):
+            continue
+        name = next((name for name in known.names if name in there), None)
+        if name is not None:
+            found[known.role] = name
+    if "prompt" not in main:  # messages hold these
+        return {role: name for role, name in found.items() if role not in ("context", "input", "history")}
+    if main["prompt"] != "instruction":
+        found.pop("input", None)  # its meaning beside another prompt is not known
+    elif "context" in found and "input" not in {*found, *main}:
+        found["input"] = found.pop("context")  # Dolly calls context what Alpaca calls input
+    return found
+
+
+def _is_read(known: Known, format: Format) -> bool:
+    return format.kind in known.kinds and (format.renders_chats or known.role not in NEEDS_TEMPLATE)
+
+
+def _mapped_beside(format: Format, columns: Collection[str], fields: FieldMap) -> dict[str, str]:
+    """Return the columns that the recipe maps beside those of the prompt, the completion or the messages.
+
+    Raises:
+        ValueError: One is missing, or cannot be read in rows of this format.
+    """
+    found = {}
+    for known in COLUMNS:
+        name = getattr(fields, known.role, None)
+        if name is None:
+            continue
+        if name not in columns:
+            there = ", ".join(map(repr, columns)) or "none"
+            raise ValueError(f"data.fields.{known.role}: no column {name!r}; the columns are {there}")
+        in_messages = "messages" in format.columns and known.role in ("context", "input", "history")
+        if in_messages or not _is_read(known, format):
+            why = f"in rows of format {format}" if in_messages or format.kind not in known.kinds else "by no template"
+            why = "without a chat template" if why == "by no template" else why
+            raise ValueError(f"data.fields.{known.role}: the column {name!r} cannot be read {why}")
+        found[known.role] = name
+    route = getattr(fields, "teacher", None)
+    return found if route is None else found | {"teacher": route}
 
 
 def _shape(columns: list[str], mapped: dict[str, str], format: str) -> tuple[str, dict[str, str] | None]:
@@ -249,116 +285,3 @@ def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -
     from distill.data.suggestions import field_settings
 
     return f"map them, as in {field_settings(columns, format, first)}"
-
-
-def _question(row: Row, column: str) -> str:
-    """Return the text of a prompt; an instruction is followed by its input, as in Alpaca's rows."""
-    text, extra = _text(row, column), row.get("input") if column == "instruction" else None
-    return f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text
-
-
-def _text(row: Row, column: str, *, keeps_empty: bool = False) -> str:
-    value = row.get(column)
-    if value is None:
-        raise RowFault("null", f"column {column!r}") if column in row else RowFault("no value", f"column {column!r}")
-    if not isinstance(value, str):
-        raise RowFault("wrong type", f"column {column!r}: expected text, got {type(value).__name__}")
-    if not value.strip() and not keeps_empty:
-        raise RowFault("empty", f"column {column!r}")
-    return value
-
-
-def _messages(row: Row, column: str) -> list[Message]:
-    value = row.get(column)
-    if isinstance(value, str) and value.lstrip().startswith("["):  # a csv holds a chat as JSON text
-        value = _parsed(value, column)
-    if value is None:
-        raise RowFault("null", f"column {column!r}")
-    if not isinstance(value, list):
-        raise RowFault("wrong type", f"column {column!r}: expected a list of messages, got {type(value).__name__}")
-    if not value:
-        raise RowFault("empty", f"column {column!r}: no messages")
-    return [_message(message, column) for message in value]
-
-
-def _parsed(text: str, column: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowFault("invalid JSON", f"column {column!r}: {error}") from error
-
-
-def _message(message: Any, column: str) -> Message:
-    if not isinstance(message, dict):
-        raise RowFault("wrong type", f"column {column!r}: expected messages, got {type(message).__name__}")
-    message = _without_nulls(message)
-    if "role" not in message and "from" in message:  # the ShareGPT layout
-        message["role"] = message.pop("from")
-        message["content"] = message.pop("value", None)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise RowFault("wrong type", f"column {column!r}: a message without a role")
-    plain = role.strip().lower()
-    message["role"] = ROLES.get(plain, plain if plain in KNOWN_ROLES else role)
-    if isinstance(content, list):
-        message["content"] = content = _joined_parts(content, column)
-    _check_calls(message, column)
-    for name in TRAINED:
-        if message.get(name, 1) not in (0, 1):
-            raise RowFault("wrong type", f"column {column!r}: expected {name} of 0 or 1, got {message[name]!r}")
-    if content is None and not message.get("tool_calls") and not any(message.get(name) for name in REASONING):
-        raise RowFault("null", f"column {column!r}: a message of {role} without content")
-    if content is not None and not isinstance(content, str):
-        raise RowFault("wrong type", f"column {column!r}: content is {type(content).__name__}")
-    if content is None:
-        message["content"] = ""
-    if message["role"] == "user" and not message["content"].strip():  # of the assistant's see data.empty_answers
-        raise RowFault("empty", f"column {column!r}: a message of {role} without content")
-    return message
-
-
-def _check_calls(message: Message, column: str) -> None:
-    """Hold that tool calls and reasoning are what templates take for them; without calls there is no such key."""
-    if isinstance(legacy := message.pop("function_call", None), dict):
-        message.setdefault("tool_calls", [{"type": "function", "function": legacy}])  # OpenAI's before 2024
-    calls = message.pop("tool_calls", None)
-    if isinstance(calls, str) and calls.strip():
-        calls = _parsed(calls, column)
-    if calls:
-        if not isinstance(calls, list) or any(not isinstance(call, dict) for call in calls):
-            raise RowFault("wrong type", f"column {column!r}: expected tool_calls as a list of objects")
-        if any(not isinstance(call.get("function", call), dict) for call in calls):
-            raise RowFault("wrong type", f"column {column!r}: expected the function of a tool call as an object")
-        message["tool_calls"] = calls
-    for name in REASONING:
-        if not isinstance(message.get(name, ""), str):
-            raise RowFault("wrong type", f"column {column!r}: expected {name} as text")
-
-
-def _joined_parts(parts: list[Any], column: str) -> str:
-    """The text of a content that comes in parts; a template that knows no parts would print them as Python."""
-    texts = [part if isinstance(part, str) else part.get("text") for part in parts if isinstance(part, str | dict)]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in parts})
-        raise RowFault("not text", f"column {column!r}: content in parts of {', '.join(kinds)}")
-    return "".join(texts)  # type: ignore[arg-type]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys whose value is None: a table gives every message the keys of all."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _tools(row: Row) -> Tools:
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _parsed(tools, "tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise RowFault("wrong type", f"column 'tools': expected a list, got {type(tools).__name__}")
-    return [_without_nulls(tool) for tool in tools]

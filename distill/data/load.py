@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -25,11 +26,13 @@ from distill.core.units import plural
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.copies import Chosen, count_copies
 from distill.data.documents import tokenise_documents
-from distill.data.formats import UNREAD, Format, detect
+from distill.data.formats import Format, detect
+from distill.data.known_columns import advice, template_names
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
 from distill.data.rendering import NOT_RENDERED
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
+from distill.data.rows import RowFault
 from distill.data.sources import Source, open_source, prompt_lines
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Encoder, RowEncoder
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNTHETIC_ROWS = 1024
+FIRST_ROWS = 200  # rows that are looked at before all are tokenised
 
 
 class Splits(NamedTuple):
@@ -120,16 +124,14 @@ def load_rows(
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
         if data.format == "prompts":
             source = prompt_lines(source, data.source)
-        columns, templated = columns_of(source), None not in templates
-        format = detect(columns, data.fields, data.format, source=source.name, has_template=templated, rows=source.rows)
-        format = replace(format, keeps_empty=data.empty_answers == "keep")
-        for name, meaning in UNREAD.items() if format.kind == "prompt_completion" else ():
-            if name in columns and name not in format.columns.values():
-                logger.warning("%s: the column %r is not read; it often has %s", source.name, name, meaning)
+        encoder = encoder_for(format_of(source, data, templates), part)
+        format = encoder.format
+        check_first_rows(source, format)
         documents, tally, key, cached = tokenise_documents(
-            source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
+            source, encoder, max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
         _check(documents, tally, source, part.field)
+        require_words_are_read(tally, format, source.name)
         report = report_type(source=source.name, digest=source.digest, format=str(format), max_length=data.max_length)
         report.from_cache, report.frozen_date = cached, max(days).isoformat() if days else None
         report.add(tally)
@@ -202,6 +204,66 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     train = datasets.concatenate_datasets([splits.train for splits in parts])
     held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
     return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
+
+
+def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | None]) -> Format:
+    """Return the format of a source by its columns, the recipe and the chat templates that will render it.
+
+    Raises:
+        ValueError: No format fits its columns, or a template is missing.
+    """
+    format = detect(
+        columns_of(source),
+        data.fields,
+        data.format,
+        source=source.name,
+        has_template=None not in templates,
+        rows=source.rows,
+        ignored=data.unread,
+    )
+    reads = [template_names(template.source) for template in templates if template is not None]
+    known = sorted(frozenset.intersection(*reads)) if reads else []
+    return replace(format, keeps_empty=data.empty_answers == "keep", template_reads=tuple(known))
+
+
+def check_first_rows(source: Source, format: Format) -> None:
+    """Raise if the first rows have columns with words of the conversation that are not read, before all are tokenised.
+
+    Raises:
+        ValueError: naming the columns and the settings.
+    """
+    counts = RowCounts()
+    for row in islice(source.rows(), FIRST_ROWS):
+        counts.rows_read += 1
+        if isinstance(row, dict):
+            with suppress(RowFault, RecursionError):  # counted when the row is tokenised
+                counts.see_unread(format.sample(row).unread)
+    require_words_are_read(counts, format, source.name)
+
+
+def require_words_are_read(counts: RowCounts, format: Format, name: str, field: str = "data.fields") -> None:
+    """Raise if a column that carries words of the conversation is not read.
+
+    Args:
+        counts: Counts of the rows of a source.
+        format: Their format.
+        name: Name of the source.
+        field: The recipe's field that names columns.
+
+    Raises:
+        ValueError: naming the columns, their rows, and the settings.
+    """
+    if not counts.unread_words:
+        return
+    parts = [
+        f"{column!r} in {rows:,} of {plural(counts.rows_read, 'row')} ({advice(column, format.kind)})"
+        for column, rows in counts.unread_words.most_common(3)
+    ]
+    names = ",".join(sorted(counts.unread_words))
+    raise ValueError(
+        f"{field}: {name} has columns that change what is trained on, and are not read: {', '.join(parts)}; "
+        f"data.unread=[{names}] trains without them"
+    )
 
 
 def columns_of(source: Source) -> tuple[str, ...]:

@@ -11,14 +11,13 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-from distill.data.rendering import Message, Renderer
+from distill.data.known_columns import REASONING, TRAINED, TRAINED_PARTS
+from distill.data.rendering import Message, Renderer, Span
 from distill.data.rows import RowFault
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names in use for one field
-TRAINED = ("weight", "train", "training")  # names of other tools for whether a message is trained on
 THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
 DEVELOPER = re.compile(r"""(?P<quote>['"])developer(?P=quote)""")
 QUESTION = {"role": "user", "content": "zqquestionqz"}
@@ -49,12 +48,43 @@ def content_of(message: Message) -> MessageContent:
         text, thought = found["answer"], found["thought"]
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
-    return MessageContent(text, thought, [call for call in functions if call is not None])
+    return MessageContent(text, thought, [_with_object(call) for call in functions if call is not None])
+
+
+def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call's function with its arguments as an object, if they are JSON text of one."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        made = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return function
+    return {**function, "arguments": made} if isinstance(made, Mapping) else function
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether an assistant's message is trained on: without `weight: 0` (OpenAI), `train: false` (axolotl)."""
+    """Return whether an assistant's message is trained on: without `weight: 0`, `train: false`, `loss: false`."""
     return all(message.get(name, 1) for name in TRAINED)
+
+
+def untrained_ranges(message: Message) -> list[Span]:
+    """Return the ranges of a message's text that its `train_detail` (axolotl) excludes.
+
+    The ranges of `train_detail` include both ends, and what none of them covers is not trained on; [] without any.
+    """
+    details = message.get(TRAINED_PARTS[0])
+    content = message.get("content")
+    if not details or not isinstance(content, str):
+        return []
+    trained = [False] * len(content)
+    for wanted in (True, False):
+        for part in details:
+            if bool(part["train"]) == wanted:
+                begin, end = max(part["begin_offset"], 0), min(part["end_offset"] + 1, len(content))
+                trained[begin:end] = [wanted] * max(end - begin, 0)
+    bounds = [0, *(n for n in range(1, len(content)) if trained[n] != trained[n - 1]), len(content)]
+    return [(begin, end) for begin, end in pairwise(bounds) if end > begin and not trained[begin]]
 
 
 def without_reasoning(message: Message) -> Message:

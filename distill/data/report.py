@@ -14,6 +14,8 @@ from distill.data.rendering import NOT_RENDERED
 from distill.data.row_counts import RowCounts
 from distill.data.token_cache import cache_key
 
+MOST_SHOWN = 12  # names of columns in a line
+
 
 @dataclass
 class DataReport(RowCounts):
@@ -133,6 +135,7 @@ class DataReport(RowCounts):
             f"{what} in {plural(count, 'row')}: {NOT_RENDERED} this chat template; trained on without it"
             for what, count in self.unrendered.items()
         ]
+        lines += self._unread_lines()
         if self.rewritten:
             lines.append(
                 f"the chat template rewrites earlier turns: one example a turn (data.train_on: each) of "
@@ -146,6 +149,15 @@ class DataReport(RowCounts):
         if self.frozen_date:
             lines.append(f"the chat template's date is frozen at {self.frozen_date}")
         return "\n".join(lines)
+
+    def _unread_lines(self) -> Iterator[str]:
+        """Yield a line on the columns and one on the keys of messages that are not read."""
+        for what, in_messages in (("columns", False), ("keys", True)):
+            names = sorted(name for name in self.unread if ("." in name) == in_messages)
+            if names:
+                shown = ", ".join(f"{name} in {plural(self.unread[name], 'row')}" for name in names[:MOST_SHOWN])
+                more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+                yield f"{what} not read: {shown}{more}; data.unread=[{','.join(names[:MOST_SHOWN])}] silences this"
 
     def _shares(self) -> Iterator[str]:
         """Yield a line for each of several sources on its part of an epoch."""

@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distill.data.formats import KNOWN_ROLES
+from distill.data.read_messages import KNOWN_ROLES
 from distill.data.rows import RowFault
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distill.data.chat import Message, TrainingChat
+    from distill.data.row_reader import Unread
 
 MOST_ROLES = 20
+MOST_UNREAD = 100
 
 
 @dataclass
@@ -31,6 +35,8 @@ class RowCounts:
         unrendered: Number of rows trained on without a field, by field that the template does not render.
         merged: Number of chats and pairs in which one token spans the end of the prompt; it is not trained on.
         roles: Number of rows by unusual role, which is passed to the template unchanged.
+        unread: Number of rows by column, or key of messages (`messages.KEY`), that holds something and is not read.
+        unread_words: Number of them in which it carries words of the conversation.
     """
 
     rows_read: int = 0
@@ -42,6 +48,8 @@ class RowCounts:
     unrendered: Counter[str] = field(default_factory=Counter)
     merged: int = 0
     roles: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    unread_words: Counter[str] = field(default_factory=Counter)
 
     @property
     def reasons(self) -> str:
@@ -60,6 +68,14 @@ class RowCounts:
             if role in self.roles or len(self.roles) < MOST_ROLES:
                 self.roles[role] += 1
 
+    def see_unread(self, items: Sequence[Unread]) -> None:
+        """Count a row's columns and keys that are not read, up to `MOST_UNREAD` different ones."""
+        for item in items:
+            if item.name in self.unread or len(self.unread) < MOST_UNREAD:
+                self.unread[item.name] += 1
+                if item.carries_words:
+                    self.unread_words[item.name] += 1
+
     def see_chat(self, made: TrainingChat) -> None:
         """Count the effects of the template on a chat."""
         self.rewritten += made.rewritten
@@ -77,6 +93,8 @@ class RowCounts:
         self.unrendered.update(other.unrendered)
         self.merged += other.merged
         self.roles.update(other.roles)
+        self.unread.update(other.unread)
+        self.unread_words.update(other.unread_words)
 
     @contextmanager
     def row(self, number: int) -> Iterator[None]:

@@ -21,6 +21,12 @@ class RowFault(ValueError):
 
 
 Row = dict[str, Any]
+
+
+class TableRow(Row):
+    """Row of an Arrow table, whose objects have the keys of all objects of their column, null where they have none."""
+
+
 Rows = Iterator[Row | RowFault]
 
 

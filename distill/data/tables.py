@@ -9,7 +9,7 @@ from typing import Any
 
 from distill.core.errors import first_line
 from distill.data.limits import limit_resources
-from distill.data.rows import MOST_BYTES, TOO_LONG, RowFault, Rows
+from distill.data.rows import MOST_BYTES, TOO_LONG, RowFault, Rows, TableRow
 
 MOST_TABLE_BYTES = 4 << 30  # memory limit for unpacking a batch of rows
 TABLE_ROWS = 1024  # largest number of rows in a batch
@@ -59,7 +59,7 @@ def _rows_of(batches: Iterator[Any], name: str) -> Rows:
                 if part.num_rows == 1 and part.nbytes > MOST_BYTES:
                     yield RowFault("row too long", f"{name}, row {number}: {TOO_LONG}")
                 else:
-                    yield from part.to_pylist()
+                    yield from map(TableRow, part.to_pylist())
                 number += part.num_rows
     except MemoryError as error:
         raise ValueError(

@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distill.data.assistant_turns import RenderedChat
-from distill.data.messages import REASONING, MessageContent, content_of
+from distill.data.known_columns import REASONING
+from distill.data.messages import MessageContent, content_of
 from distill.data.rendering import NOT_RENDERED, Message, TemplateError, Tools
 from distill.data.rows import RowFault
 
@@ -184,7 +185,13 @@ class _Text:
     """Text with a search for words in their order."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._dense, self._at = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), text), _dense(text), 0
+        plain = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+        if plain != text:  # an escape may be half of a character beyond the first 65,536
+            plain = plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        self._text = plain
+        self._dense = _dense(text)
+        self._dense_plain = _dense(plain)
+        self._at = 0
 
     def holds(self, words: str, *, ordered: bool = False) -> bool:
         """Return whether the text contains the words, ignoring white space, or each of them in turn."""
@@ -198,7 +205,9 @@ class _Text:
             if (at := self._text.find(word, at)) < 0:
                 return False
             at += len(word)
-        return bool(_WORDS.search(words)) or dense.replace("\\", "") in self._dense.replace("\\", "")
+        if _WORDS.search(words):
+            return True
+        return any(dense.replace("\\", "") in text.replace("\\", "") for text in (self._dense, self._dense_plain))
 
 
 def _dense(text: str) -> str:
@@ -223,9 +232,11 @@ def check_words(
         text, said, role = written.get(number, everything), content_of(message), str(message.get("role"))
         field = role if role != "assistant" else BESIDE if said.calls else TEXT
         _require(text, said.answer, field, template, ordered=number not in written)
-        for call in said.calls:
-            for words in (str(call.get("name", "")), *_leaves(call.get("arguments"))):
-                _require(text, words, CALLS, template)
+        for call, json_text in zip(said.calls, _json_arguments(message), strict=True):
+            _require(text, str(call.get("name", "")), CALLS, template)
+            if json_text is None or not text.holds(json_text):  # a template may print the arguments' JSON text as it is
+                for words in _leaves(call.get("arguments")):
+                    _require(text, words, CALLS, template)
         thoughts = thoughts and (number not in written or text.holds(said.thought))
     for tool in tools or ():
         _require(everything, _named(tool), TOOLS, template)
@@ -244,6 +255,13 @@ def _texts_of(examples: Examples) -> dict[int, _Text]:
 def _require(text: _Text, words: str, field: str, template: str, *, ordered: bool = False) -> None:
     if words.strip() and not text.holds(words, ordered=ordered):
         raise RowFault(omission_fault(field, template), f"missing or incomplete: {' '.join(words.split())[:80]!r}")
+
+
+def _json_arguments(message: Message) -> list[str | None]:
+    """Return the arguments of each call that are JSON text in the data; None for the others."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    arguments = [function.get("arguments") for function in calls if isinstance(function, Mapping)]
+    return [value if isinstance(value, str) else None for value in arguments]
 
 
 def _leaves(arguments: Any) -> list[str]:

@@ -116,7 +116,9 @@ class RowEncoder:
         tally.rows_read += 1
         if isinstance(row, RowFault):
             raise row
-        return self.format.sample(row)
+        sample = self.format.sample(row)
+        tally.see_unread(sample.unread)
+        return sample
 
 
 class Encoder(RowEncoder):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.chat import ChatTemplate
-from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format, Sample, system_column
+from distill.data.formats import FieldMap, Format, Sample, with_columns_beside
+from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS
+from distill.data.load import require_words_are_read
 from distill.data.row_counts import RowCounts
 from distill.data.sources import Row, RowFault, open_source, prompt_lines
 from distill.data.tokenise import tokens_before_text
@@ -48,7 +51,13 @@ class Prompts(RowCounts):
 
 
 def read_prompts(
-    path: str, tokenizer: Any, template: ChatTemplate | None, fields: FieldMap, *, max_length: int
+    path: str,
+    tokenizer: Any,
+    template: ChatTemplate | None,
+    fields: FieldMap,
+    *,
+    max_length: int,
+    ignored: Sequence[str] = (),
 ) -> Prompts:
     """Read prompts from a file.
 
@@ -60,6 +69,7 @@ def read_prompts(
         template: Chat template: a plain prompt becomes a user message; None to continue prompts as text.
         fields: The recipe's `data.fields`.
         max_length: Prompts of more tokens are dropped and counted.
+        ignored: The recipe's `data.unread`.
 
     Raises:
         ValueError: the file cannot be read, has no column of prompts, or no usable row.
@@ -67,38 +77,44 @@ def read_prompts(
     found, beginning = Prompts(), tokens_before_text(tokenizer)
     reader: Format | None = None
     for number, row in enumerate(prompt_lines(open_source(path, field="--prompts"), path).rows()):
+        found.rows_read += 1
         with found.row(number):
             if isinstance(row, RowFault):
                 raise row
             if reader is None:
-                reader = _format(row, fields, path, template is not None)
+                reader = _format(row, fields, path, template is not None, ignored)
             is_text = isinstance(row.get(reader.columns.get("prompt", "")), str)
-            prompt = _prompt(reader.sample(row), is_text, tokenizer, template, beginning)
+            sample = reader.sample(row)
+            found.see_unread(sample.unread)
+            prompt = _prompt(sample, is_text, tokenizer, template, beginning)
             if not prompt.ids:
                 raise RowFault("empty")
             if len(prompt.ids) > max_length:
                 raise RowFault("too long", f"{len(prompt.ids):,} tokens, and {max_length:,} leave room for a response")
             found.prompts.append(prompt)
+    if reader is not None:
+        require_words_are_read(found, reader, path)
     if not found.prompts:
         raise ValueError(f"--prompts: {path} holds no usable prompt{found.reasons and f': {found.reasons}'}")
     return found
 
 
-def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format:
+def _format(row: Row, fields: FieldMap, path: str, has_template: bool, ignored: Sequence[str]) -> Format:
     """Return the format with the column of the prompt: as mapped, else by the names in common use."""
     chat = fields.messages or next((name for name in CHAT_COLUMNS if name in row), None)
     prompt = fields.prompt if fields.prompt in row else next((name for name, _ in PAIR_COLUMNS if name in row), None)
-    system = system_column(row, has_template)
     if prompt is None and chat in row:
         if not has_template:
             raise ValueError(
                 "data.chat_template: the prompts are chats and the tokenizer has no chat template; give a .jinja file"
             )
-        return Format("prompts", {"messages": chat} | system)
+        format = Format("prompts", {"messages": chat}, pairs_as_chat=True, ignored=tuple(ignored))
+        return with_columns_beside(format, list(row), fields)
     if prompt is None:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"--prompts: expected a column prompt or messages in {path}; its columns are {columns}")
-    return Format("prompts", {"prompt": prompt} | system, pairs_as_chat=has_template)
+    format = Format("prompts", {"prompt": prompt}, pairs_as_chat=has_template, ignored=tuple(ignored))
+    return with_columns_beside(format, list(row), fields)
 
 
 def _prompt(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +19,11 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, load_template
 from distill.data.documents import tokenise_documents
-from distill.data.formats import Format, detect
-from distill.data.load import columns_of
+from distill.data.formats import Format
+from distill.data.load import format_of
 from distill.data.packing import Documents, Ragged
 from distill.data.row_counts import RowCounts
+from distill.data.rows import TableRow
 from distill.data.sources import open_source
 from distill.data.tokenise import Batch, Encoder, RowEncoder
 from distill.data.tokenise import Document as Encoded
@@ -79,7 +79,7 @@ class RowRecordEncoder(RowEncoder):
         self.encoder, self.format, self.tokenizer = encoder, encoder.format, encoder.tokenizer
 
     def settings(self) -> list[object]:
-        return ["rows for rewards", *self.encoder.settings()]
+        return ["rows for rewards, by table", *self.encoder.settings()]
 
     def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Encoded]:
         for number, row in batch:
@@ -115,9 +115,15 @@ def token_hash(ids: Sequence[int]) -> int:
 
 
 def _as_json(row: object) -> bytes:
-    """Return a row as JSON; values that JSON lacks, such as dates, become text."""
-    text = json.dumps(row, default=str).encode()
+    """Return whether a row is of a table, and the row, as JSON; values that JSON lacks, such as dates, become text."""
+    text = json.dumps([isinstance(row, TableRow), row], default=str).encode()
     return text + b" " * (-len(text) % 4)
+
+
+def _from_json(text: bytes) -> dict[str, Any]:
+    """Return the row that `_as_json` wrote."""
+    is_table, row = json.loads(text)
+    return TableRow(row) if is_table else row
 
 
 class SourceRows(NamedTuple):
@@ -180,7 +186,7 @@ class RowTable:
                 "prompt and other columns: a reward or an environment needs the row of a response"
             )
         ((text, (source, number, span)),) = chosen.items()
-        return self._function_input(json.loads(text), source, number, span, response)
+        return self._function_input(_from_json(text), source, number, span, response)
 
     def _function_input(
         self, row: dict[str, object], source: SourceRows, number: int, span: int, response: Sequence[int]
@@ -212,14 +218,14 @@ def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards 
 
 def row_table_from_recipe(recipe: Recipe, tokenizer: Any) -> RowTable:
     """Return the index of a recipe's training rows by their prompts; `tokenizer` of the data."""
+    contexts = [section.context for section in (recipe.teacher, *recipe.teachers) if section.context is not None]
+    private = [column for context in contexts for column in context.columns]
     sources = []
     for part in recipe.data.parts:
         data = part.data
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
         template = load_template(data.chat_template, tokenizer)
-        more: Any = {"source": source.name, "has_template": template is not None, "rows": source.rows}
-        format = detect(columns_of(source), data.fields, data.format, **more)
-        format = replace(format, keeps_empty=data.empty_answers == "keep")
+        format = format_of(source, data, [template]).without(private)
         encoder = Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(data))
         notes, _, _, _ = tokenise_documents(
             source, RowRecordEncoder(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache

@@ -126,6 +126,9 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "data.format": ("", "dataset", "datasets.type", "data.type (axolotl); dataset_format"),
     "data.fields.text": ("dataset_text_field", "", "datasets.field", "text_field"),
     "data.fields.messages": ("", "dataset.conversation_column", "datasets.field_messages", "field_messages (axolotl)"),
+    "data.fields.system": ("", "", "datasets.field_system", "columns.system (LLaMA-Factory)"),
+    "data.fields.input": ("", "", "datasets.field_input", "columns.query (LLaMA-Factory)"),
+    "data.fields.tools": ("", "", "datasets.field_tools", "columns.tools (LLaMA-Factory)"),
     "data.chat_template": ("chat_template_path", "", "chat_template", "template (LLaMA-Factory)"),
     "data.max_length": (
         "max_length", "tokenizer.max_seq_len", "sequence_len",
@@ -236,7 +239,9 @@ _UNSUPPORTED = {
     ),
     "group_by_length length_column_name sample_packing_eff_est pad_to_sequence_len pad_to_multiple_of padding "
     "padding_side padding_free": "data.packing fills rows with whole documents, so that nothing is padded",
-    "remove_unused_columns column_names columns": "data.fields names the columns that are read; others are ignored",
+    "remove_unused_columns column_names columns": (
+        "data.fields names the columns that are read; others are reported, unless data.unread names them"
+    ),
     "streaming iterable_dataset": "data.max_rows reads the first rows; a source is read to its end",
     "shuffle shuffle_buffer_size shuffle_merged_datasets": "rows are always shuffled, by train.seed",
     "eval_batch_size eval_sample_packing": "held-out rows go by train.batch_size and data.packing, as those trained",

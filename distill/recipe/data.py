@@ -20,6 +20,11 @@ class Fields(Section):
         prompt: column of prompts, masked from the loss; null for `prompt`.
         completion: column of the responses, which are trained on; null for `completion`.
         messages: column of chats, lists of messages with `role` and `content`; null for `messages`.
+        system: column of system prompts, for rows whose messages have none; null for `system` or `system_prompt`.
+        context: column of a text, or of several, that is read before the prompt; null for `context`.
+        input: column of text that is read after the prompt; null for `input` beside the prompt `instruction`.
+        reasoning: column of the reasoning before a completion; null for `reasoning_content`, `reasoning`, `thinking`.
+        tools: column of the tools on offer; null for `tools` or `functions`.
         teacher: column that names the `route` of each row's teachers (`teachers[].route`).
     """
 
@@ -27,6 +32,11 @@ class Fields(Section):
     prompt: Text | None = None
     completion: Text | None = None
     messages: Text | None = None
+    system: Text | None = None
+    context: Text | None = None
+    input: Text | None = None
+    reasoning: Text | None = None
+    tools: Text | None = None
     teacher: Text | None = None
 
     def column(self, name: Literal["text", "prompt", "completion", "messages"]) -> str:
@@ -117,6 +127,7 @@ class MixedSource(Section):
         split: split of a hub data set, or of a folder whose files are named by split.
         format: format of the rows, as `data.format`.
         fields: mapping of the columns, as `data.fields`.
+        unread: columns that are not read on purpose, as `data.unread`.
         train_on: assistant turns of a chat that are trained on, as `data.train_on`.
         max_rows: maximum number of rows to read from its start; null for `data.max_rows`.
         teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
@@ -128,6 +139,7 @@ class MixedSource(Section):
     split: Text | None = None
     format: FormatName | None = None
     fields: Fields | None = None
+    unread: list[Text] | None = None
     train_on: Literal["all", "each", "last"] | None = None
     max_rows: Count | None = None
     teacher: Text | None = None
@@ -163,6 +175,8 @@ class Data(Section):
             `on_policy` with `fraction: 1`: a column `prompt`, chats up to the last assistant turn, a text file with one
             prompt a line, or the folder of a run's stored rollouts.
         fields: names of the columns; one that is left out has the name of its field.
+        unread: columns, and keys of messages as `messages.KEY`, that are not read on purpose. Without it the report of
+            the data names each that is not read, and one that carries words of the conversation stops the run.
         chat_template: path of a .jinja file; `tokenizer` for the tokenizer's own template, `none` for no template.
         max_length: maximum length of a sequence in tokens. Plain text is split, and chats are truncated at it.
         packing: pack several documents into one sequence, without attention between them; false pads one per sequence.
@@ -188,6 +202,7 @@ class Data(Section):
     split: Text = "train"
     format: FormatName = "auto"
     fields: Fields = Fields()
+    unread: list[Text] = Field(default_factory=list)
     chat_template: Text = "tokenizer"
     max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     packing: bool = True

@@ -65,6 +65,7 @@ class ContextEncoder(Encoder):
                 "with completions"
             )
         self.context = context
+        self.format = self.format.without(context.columns)  # only the teacher reads these
         return self
 
     def settings(self) -> list[object]:
