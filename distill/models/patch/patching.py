@@ -53,6 +53,8 @@ SWAPS = (
         "distill.models.patch.recognition:GATED_MLP",
         "distill.models.patch.recognition:BIAS_GELU_MLP",
         "distill.models.patch.recognition:ROTARY_EMBEDDING",
+        "distill.models.patch.experts:EXPERTS",
+        "distill.models.patch.experts:ROUTER",
     ),
     ("distill.models.patch.joined_projections:SharedInputs",),
     ("distill.models.patch.residual_norms:RESIDUAL_NORM",),
