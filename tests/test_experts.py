@@ -87,7 +87,9 @@ def test_rows_are_in_the_order_of_experts_and_slots(kernel_device, slots, count)
     assert torch.equal(ends.long(), torch.bincount(flat, minlength=count).cumsum(0))
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False, False), (False, True, False, True), (False, False, True, False)])
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False, False), (False, True, False, True), (False, False, True, False)]
+)
 def test_frozen_inputs_get_no_gradient(kernel_device, wanted):
     inputs, ours, reference = make(kernel_device, "odd sizes", "concatenated", torch.float32)
     check_layer(ours, reference, inputs, torch.float32, differentiate=wanted)

@@ -206,7 +206,10 @@ def router_form(module: Any, *, gradients: bool, **_: object) -> RouterForm | Mi
 
     def dense(result: Any) -> list[torch.Tensor]:
         logits, weights, index = result
-        return [logits, torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device).scatter(1, index, weights)]
+        return [
+            logits,
+            torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device).scatter(1, index, weights),
+        ]
 
     def own(x: torch.Tensor) -> list[torch.Tensor]:
         return dense(type(small).forward(small, x, *extra))

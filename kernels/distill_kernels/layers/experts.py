@@ -709,7 +709,19 @@ _backward_op = torch.library.custom_op("distill::experts_backward", _backward, m
 
 @_forward_op.register_fake
 def _(
-    x, index, weights, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, alpha, limit, keep_rows
+    x,
+    index,
+    weights,
+    gate_up,
+    down,
+    gate_up_bias,
+    down_bias,
+    activation,
+    interleaved,
+    transposed,
+    alpha,
+    limit,
+    keep_rows,
 ):
     slots = index.numel()
     hidden = x.new_empty(slots, gate_up.shape[2 if transposed else 1])
@@ -753,9 +765,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, hidden, row, slot, ends, rows = output
     ctx.mark_non_differentiable(hidden, row, slot, ends, rows)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        x, index, weights, gate_up, down, gate_up_bias, down_bias, hidden, row, slot, ends, rows
-    )
+    ctx.save_for_backward(x, index, weights, gate_up, down, gate_up_bias, down_bias, hidden, row, slot, ends, rows)
 
 
 def _differentiate(ctx, dy, *_):
