@@ -21,7 +21,7 @@ import torch
 from distill_kernels.layers import experts as kernels
 from distill_kernels.layers.router import route
 from torch import nn
-from transformers import AutoConfig, AutoModel, GptOssConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from distill.models.patch.experts import EXPERTS
 from distill.models.patch.patching import patch
@@ -73,11 +73,11 @@ CLASSES = {  # of kernels, by name; the first that matches
 
 
 def make(name: str) -> Any:
-    """Return a body without head, with random weights: normal of the configuration's deviation, norms near 1."""
+    """Return a model, of which the body is measured, with random weights: normal of the configuration's deviation, norms near 1."""
     config, attention = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = AutoModel.from_config(config(), dtype=torch.bfloat16, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16, attn_implementation=attention)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             nn.init.normal_(parameter, 1.0, 0.1)
@@ -101,8 +101,7 @@ def worst(given: torch.Tensor, right: torch.Tensor) -> float:
 
 def gate(model: Any, tokens: int) -> dict[str, dict[str, float]]:
     """Return errors against fp64 of one layer's experts, ours and transformers' grouped_mm; one expert gets nothing."""
-    layer = model.layers[0].mlp
-    module = copy.deepcopy(layer.experts)
+    module = copy.deepcopy(model.model.layers[0].mlp.experts)
     top_k = model.config.num_experts_per_tok
     count = module.num_experts
     generator = torch.Generator("cuda").manual_seed(1)
@@ -118,7 +117,7 @@ def gate(model: Any, tokens: int) -> dict[str, dict[str, float]]:
     ours = EXPERTS.forward(module, form)
 
     def results(dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-        given = [tensor.to(dtype).requires_grad_() for tensor in (x, weights)]
+        given = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in (x, weights)]
         held = module.to(dtype)
         held.zero_grad()
         y = run(held, given[0], index, given[1])
@@ -155,13 +154,13 @@ def candidates(plain: Any, quick: bool) -> dict[str, Any]:
     print(report, flush=True)
     found = {"transformers, grouped_mm": plain, "ours": ours}
     for label, mode in list(COMPILED.items())[: 1 if quick else None]:
-        for name, model in (("transformers, grouped_mm", plain), ("ours", ours)):
+        for name in ("transformers, grouped_mm", "ours"):
             if name == "ours" and mode is not None:
                 continue
             compiled = copy.deepcopy(plain)
             if name == "ours":
                 patch(compiled, attention=report.attention, log_it=False)
-            for layer in compiled.layers:
+            for layer in compiled.model.layers:
                 layer.compile(mode=mode)
             found[f"{name}, {label}"] = compiled
     return found
@@ -189,7 +188,7 @@ def breakdown(run: Callable[[], object], steps: int = 3) -> tuple[dict[str, floa
 
 def steps(model: Any, tokens: int) -> Iterator[tuple[str, Callable[[], object], int]]:
     """Yield each kernel around the experts of a layer: its name, a call, and the bytes that it has to move."""
-    module = model.layers[0].mlp.experts
+    module = model.model.layers[0].mlp.experts
     k, count = model.config.num_experts_per_tok, module.num_experts
     width = model.config.hidden_size
     form = EXPERTS.form(module, gradients=False)  # type: ignore[misc]
@@ -255,7 +254,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         upstream = torch.randn(ROWS, LENGTH, width, device="cuda", dtype=torch.bfloat16)
 
         def forward(model: Any, ids: torch.Tensor = ids) -> torch.Tensor:
-            y: torch.Tensor = model(input_ids=ids, use_cache=False).last_hidden_state
+            y: torch.Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
             return y
 
         def both(model: Any, upstream: torch.Tensor = upstream) -> None:

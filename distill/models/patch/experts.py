@@ -227,7 +227,8 @@ def router_form(module: Any, *, gradients: bool, **_: object) -> RouterForm | Mi
     for score, normalised, scaled, by_max, wide in itertools.product(
         ("softmax", "sigmoid"), (True, False), (True, False), (False, True), (False, True)
     ):
-        if scaled and _number(module, "routed_scaling_factor") is None or by_max and _groups(module)[0] == 1:
+        unscaled = _number(module, "routed_scaling_factor") is None
+        if (scaled and unscaled) or (by_max and _groups(module)[0] == 1):
             continue
         form = RouterForm(wide, cast(Score, score), normalised, scaled, by_max, logits.dtype, weights.dtype)
         forward = router_forward(form)

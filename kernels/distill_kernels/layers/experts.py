@@ -4,7 +4,8 @@
 
     da = dy[n] D_e^T              (without the router weight)
     dw[n, j] = <a, da> + <d_e, dy[n]>
-    d(g, u) = w a'(g, u) da       dD_e = sum (w a)^T dy[n]       dG_e = sum x[n]^T d(g, u)       dx[n] = sum_j d(g, u) G_e^T
+    d(g, u) = w a'(g, u) da       dx[n] = sum_j d(g, u) G_e^T
+    dD_e = sum (w a)^T dy[n]      dG_e = sum x[n]^T d(g, u)
 
 N tokens, k experts of each, S = N k slots (slot s = n k + j), E experts, H hidden columns, I intermediate columns. The
 rows of the GEMMs are the slots in the order of their experts; among one expert's, in the order of the slots.

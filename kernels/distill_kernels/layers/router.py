@@ -7,10 +7,11 @@
     plain softmax         dl = scale p (dw - <p, dw>)             with dw 0 where not chosen
     sigmoid               dl = scale p (1 - p) dw,  normalised    dl = scale p (1 - p) (dw - <w, dw>) / sum p[chosen]
 
-Normalised softmax is also the softmax of the chosen logits. With groups (DeepSeek-V3, arXiv:2412.19437) the experts stand
-in `groups` equal groups, of which `kept_groups` may be chosen from: those whose two largest p + b have the largest sums,
-or ("max", DeepSeek-V2) those with the largest p. For N tokens and E experts, N E logits are read and N k weights and
-indices written; backward reads both and writes N E. The bias moves the choice alone and gets no gradient.
+Normalised softmax is also the softmax of the chosen logits. With groups (DeepSeek-V3, arXiv:2412.19437) the experts
+stand in `groups` equal groups, of which `kept_groups` may be chosen from: those whose two largest p + b have the
+largest sums, or (`by_max`, DeepSeek-V2) those with the largest p. For N tokens and E experts, N E logits are read and
+N k weights and indices written; backward reads both and writes N E. The bias moves the choice alone and gets no
+gradient.
 """
 
 from __future__ import annotations
