@@ -95,6 +95,20 @@ def test_frozen_inputs_get_no_gradient(kernel_device, wanted):
     check_layer(ours, reference, inputs, torch.float32, differentiate=wanted)
 
 
+def test_a_residual_is_added_before_rounding(kernel_device):
+    inputs, _, _ = make(kernel_device, "odd sizes", "concatenated", torch.bfloat16)
+    index = permuted_index(kernel_device)
+    residual = draw(37, 40, dtype=torch.bfloat16, device=kernel_device, seed=8)
+
+    def ours(residual, x, weights, *rest):
+        return experts(x, index, weights, *rest, residual=residual)
+
+    def reference(residual, x, weights, *rest):
+        return residual + reference_experts(x, index, weights, *rest)
+
+    check_layer(ours, reference, (residual, *inputs), torch.bfloat16)
+
+
 def test_kept_rows_change_nothing(kernel_device):
     inputs, _, _ = make(kernel_device, "odd sizes", "concatenated", torch.float32)
     index = permuted_index(kernel_device)
@@ -115,7 +129,7 @@ def test_op_passes_opcheck_and_compiles(kernel_device):
     inputs, ours, _ = make(kernel_device, "odd sizes", "biases", torch.float32)
     x, weights, *rest = [tensor.requires_grad_() for tensor in inputs]
     index = permuted_index(kernel_device)
-    arguments = (x, index, weights, *rest, "silu", False, False, 1.0, 0.0, True)
+    arguments = (x, index, weights, *rest, torch.ones_like(x), "silu", False, False, 1.0, 0.0, True)
     torch.library.opcheck(torch.ops.distill.experts.default, arguments)
     check_compiles(ours, [tensor.detach() for tensor in inputs], (True,) * 6)
 

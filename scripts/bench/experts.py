@@ -73,7 +73,7 @@ CLASSES = {  # of kernels, by name; the first that matches
 
 
 def make(name: str) -> Any:
-    """Return a model, of which the body is measured, with random weights: normal of the configuration's deviation, norms near 1."""
+    """Return a model with random weights of the usual deviation, norms near 1; its body is what is measured."""
     config, attention = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -258,8 +258,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
             return y
 
         def both(model: Any, upstream: torch.Tensor = upstream) -> None:
-            model.zero_grad()
             forward(model).backward(upstream)
+            model.zero_grad()  # so that a peak above the inputs has the gradients in it
 
         for part, call in (("forward", torch.no_grad()(forward)), ("forward + backward", both)):
             runs = {}
@@ -271,13 +271,10 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 except (RuntimeError, torch.OutOfMemoryError) as failure:
                     note = str(failure).splitlines()[0][:100]
                     yield Row("experts", f"{shape}, {part}", label, float("nan"), note=note)
-                model.zero_grad()
             for label, ms in time_in_turn(runs, rounds=5, calls=3).items():
                 peak = peak_above_inputs(runs[label])
-                models[label].zero_grad()
                 yield Row("experts", f"{shape}, {part}", label, ms, peak_mib=peak, tokens_per_s=tokens / ms * 1e3)
             classes, heaviest = breakdown(runs["ours"])
-            models["ours"].zero_grad()
             print("\n".join(heaviest), flush=True)
             for label, ms in classes.items():
                 yield Row("experts", f"{shape}, {part}, ours by kernels", label, ms)

@@ -103,12 +103,16 @@ def experts_form(module: nn.Module, *, gradients: bool, **_: object) -> ExpertsF
 def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
     """Replacement of the forward of a module of experts."""
 
-    def forward(self: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if getattr(self, "_is_expert_parallel", False) or isinstance(self.gate_up_proj, DTensor):
             own: torch.Tensor = type(self).forward(self, x, index, weights)
-            return own
+            return own if residual is None else residual + own
+        dtype = self.gate_up_proj.dtype
+        adds = residual is not None and residual.dtype == x.dtype == dtype
         y = experts(
-            x.to(self.gate_up_proj.dtype),  # under autocast a norm may have made it wider
+            x.to(dtype),  # under autocast a norm may have made it wider
             index,
             weights,
             self.gate_up_proj,
@@ -119,8 +123,10 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             transposed=form.transposed,
             alpha=_number(self, "alpha") or 1.0,
             limit=_number(self, "limit") or 0.0,
-        )
-        return y.to(x.dtype)
+            residual=residual if adds else None,
+            keep_rows=True,
+        ).to(x.dtype)
+        return y if residual is None or adds else residual + y
 
     return forward
 
@@ -295,4 +301,36 @@ def _extra_arguments(module: nn.Module) -> int:
     return len(inspect.signature(type(module).forward).parameters) - 2
 
 
+# ---- blocks of a router and experts
+
+
+def looks_like_block(module: nn.Module) -> bool:
+    """Return whether a module has a router and experts on our kernels and nothing else."""
+    children = dict(module.named_children())
+    return children.keys() == {"gate", "experts"} and all("forward" in child.__dict__ for child in children.values())
+
+
+def block_form(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
+    """Return "plain" for a block that adds nothing to its experts' output, found by running it.
+
+    Gradients are compared with those of the whole layer.
+    """
+    weight = module.gate.weight
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, TRIAL_TOKENS // 2, weight.shape[1], generator=generator).to(weight)
+    own = functools.partial(type(module).forward, module)
+    ours = functools.partial(block_forward, module)
+    return compare_forwards(nn.Module(), own, ours, x, gradients=False) or "plain"
+
+
+def block_forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Replacement of such a block's forward, with the residual added in the sum over a token's experts."""
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    _, weights, index = self.gate(x)
+    flat = None if residual is None else residual.reshape(x.shape)
+    y: torch.Tensor = self.experts(x, index, weights, flat)
+    return y.view(hidden_states.shape)
+
+
+SPARSE_BLOCK = Kind("sparse_block", looks_like_block, lambda module, form: block_forward, block_form)
 ROUTER = Kind("router", looks_like_router, lambda module, form: router_forward(form), router_form)

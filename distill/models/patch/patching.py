@@ -63,6 +63,7 @@ SWAPS = (
         "distill.models.patch.experts:ROUTER",
     ),
     ("distill.models.patch.joined_projections:SharedInputs",),
+    ("distill.models.patch.experts:SPARSE_BLOCK",),
     ("distill.models.patch.residual_norms:RESIDUAL_NORM",),
 )
 NEAR = 0.1  # of two attentions: relative, since in 16 bits another order of sums changes which experts tokens get

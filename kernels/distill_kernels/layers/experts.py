@@ -198,7 +198,7 @@ def permutation(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
     ends = torch.zeros(experts, dtype=torch.int32, device=index.device)
     if slots:
         tile = min(64, next_power_of_2(experts))
-        _histogram_kernel[(blocks,)](index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=8)
+        _histogram_kernel[(blocks,)](index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=4)
         _place_kernel[(blocks,)](
             index,
             counts,
@@ -210,8 +210,8 @@ def permutation(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
             blocks,
             SLOTS=SLOTS,
             BLOCK_E=tile,
-            BLOCK_COUNTS=64,
-            num_warps=8,
+            BLOCK_COUNTS=128,
+            num_warps=4,
         )
     return row, slot, ends
 
@@ -237,11 +237,13 @@ def _sum_kernel(
     weight_ptr,
     index_ptr,
     bias_ptr,
+    residual_ptr,
     y_ptr,
     H,
     K: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of one token a program: the sum of its K rows, in the order of its choices, in fp32."""
@@ -249,6 +251,8 @@ def _sum_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = cols < H
     total = tl.zeros([BLOCK], tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + token * H + cols, mask=mask, other=0.0).to(tl.float32)
     for choice in tl.static_range(K):  # unrolled, so that all K loads are in flight
         row = tl.load(row_ptr + token * K + choice).to(tl.int64)
         value = tl.load(x_ptr + row * H + cols, mask=mask, other=0.0).to(tl.float32)
@@ -279,7 +283,7 @@ def _gather(x: torch.Tensor, row: torch.Tensor, k: int) -> torch.Tensor:
     if tokens:
         tile = column_tile(columns, 2048)
         grid = (tokens, cdiv(columns, tile))
-        _gather_kernel[grid](x, row, y, columns, x.stride(0), K=k, BLOCK=tile, num_warps=max(1, tile // 256))
+        _gather_kernel[grid](x, row, y, columns, x.stride(0), K=k, BLOCK=tile, num_warps=max(1, tile // 1024))
     return y
 
 
@@ -290,8 +294,9 @@ def _sum_slots(
     weights: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum each token's k rows of x [S, H]; with `weights` [N, k] each row, its expert's bias [E, H] included."""
+    """Sum each token's k rows of x [S, H], each with its expert's bias and times its weight, and a residual [N, H]."""
     slots, columns = x.shape
     if not runs_on_triton(x):
         values = x[row.long()].view(slots // k, k, columns)
@@ -299,7 +304,8 @@ def _sum_slots(
             values = values + bias[index]
         if weights is not None:
             values = values * weights[..., None]
-        return values.sum(1).to(x.dtype)
+        total = values.sum(1).to(x.dtype)
+        return total if residual is None else residual + total
     y = x.new_empty(slots // k, columns)
     if slots:
         tile = column_tile(columns, 1024)
@@ -309,11 +315,13 @@ def _sum_slots(
             x if weights is None else weights,
             row if index is None else index,
             x if bias is None else bias,
+            x if residual is None else residual,
             y,
             columns,
             K=k,
             HAS_WEIGHT=weights is not None,
             HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
             BLOCK=tile,
             num_warps=max(1, tile // 256),
         )
@@ -523,7 +531,7 @@ def _activation_backward(
     scaled = x.new_empty(da.shape if needs_scaled else (0,))
     dweight = torch.empty(index.shape, dtype=torch.float32, device=x.device)
     if slots:
-        tile = column_tile(columns, 256)
+        tile = min(1024, next_power_of_2(columns))  # masked columns cost less than more turns of the loop
         rows = max(1, 1024 // tile)
         _activation_backward_kernel[(cdiv(slots, rows),)](
             x,
@@ -616,6 +624,7 @@ def _forward(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
     activation: str,
     interleaved: bool,
     transposed: bool,
@@ -631,7 +640,7 @@ def _forward(
     hidden = grouped_mm(rows, gate_up if transposed else gate_up.transpose(1, 2), ends)
     activated = _activation(hidden, slot, index, gate_up_bias, activation, interleaved, alpha, limit)
     out = grouped_mm(activated, down if transposed else down.transpose(1, 2), ends)
-    y = _sum_slots(out, row, k, weights.contiguous(), index, down_bias)
+    y = _sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
     return y, hidden, row, slot, ends, rows if keep_rows else x.new_empty(0)
 
 
@@ -717,6 +726,7 @@ def _(
     down,
     gate_up_bias,
     down_bias,
+    residual,
     activation,
     interleaved,
     transposed,
@@ -762,7 +772,7 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, index, weights, gate_up, down, gate_up_bias, down_bias, *ctx.settings, _ = inputs
+    x, index, weights, gate_up, down, gate_up_bias, down_bias, _, *ctx.settings, _ = inputs
     _, hidden, row, slot, ends, rows = output
     ctx.mark_non_differentiable(hidden, row, slot, ends, rows)
     ctx.set_materialize_grads(False)
@@ -771,14 +781,14 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, dy, *_):
     if dy is None:
-        return (None,) * 13
+        return (None,) * 14
     needs = ctx.needs_input_grad
     needed = [needs[place] for place in (0, 2, 3, 4, 5, 6)]
     gradients = _backward_op(dy, *ctx.saved_tensors, *ctx.settings, needed)
     dx, dweights, *others = [
         gradient if needs_it else None for gradient, needs_it in zip(gradients, needed, strict=True)
     ]
-    return dx, None, dweights, *others, *[None] * 6
+    return dx, None, dweights, *others, dy if needs[7] else None, *[None] * 6
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_setup_context)
@@ -794,6 +804,7 @@ def experts(
     down_bias: torch.Tensor | None = None,
     activation: ExpertActivation = "silu",
     *,
+    residual: torch.Tensor | None = None,
     interleaved: bool = False,
     transposed: bool = False,
     alpha: float = 1.0,
@@ -810,6 +821,7 @@ def experts(
         down: [E, H, I], or with `transposed` [E, I, H].
         gate_up_bias, down_bias: [E, 2 I] and [E, H], or None.
         activation: "silu", "gelu", "gelu_tanh", or gpt-oss' "clamped_silu" with `alpha` and `limit`.
+        residual: [N, H], added to the sum before it is rounded.
         interleaved: Columns of gate and up take turns; otherwise all of the gate come first.
         keep_rows: Keep the gathered rows [N k, H] for the backward instead of gathering them again.
 
@@ -834,6 +846,7 @@ def experts(
         ("down", down, (count, inner, columns) if transposed else (count, columns, inner)),
         ("gate_up_bias", gate_up_bias, (count, 2 * inner)),
         ("down_bias", down_bias, (count, columns)),
+        ("residual", residual, x.shape),
     ):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
@@ -847,6 +860,7 @@ def experts(
         down,
         gate_up_bias,
         down_bias,
+        None if residual is None else residual.contiguous(),
         activation,
         interleaved,
         transposed,
