@@ -29,7 +29,7 @@ def patch(
     model: nn.Module,
     role: Role = "student",
     *,
-    attention: str | None = "triton",
+    attention: str | None = "auto",
     layers: bool = True,
     keep_logits: bool = False,
 ) -> PatchReport:
@@ -79,7 +79,7 @@ class AutoFusedModelForCausalLM:
         cls,
         *args: Any,
         role: Role = "student",
-        attention: str | None = "triton",
+        attention: str | None = "auto",
         keep_logits: bool = False,
         **kwargs: Any,
     ) -> Any:

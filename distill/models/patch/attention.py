@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 NAME = "distill"
 RAGGED = "distill_ragged"  # of distill.generation.ragged_cache, which builds on this module
 BACKENDS = ("triton", "cudnn", "flash")
+AUTO = "auto"
+DEFAULT_LENGTH = 4096  # of the row that back ends are timed on where nobody tells the batch
 MAX_HEAD_DIM = 256
 _SDP = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -361,6 +363,18 @@ def autotune_attention(
             f"attention: no back end could be timed on [{batch}, {heads}, {length}, {head_dim}]: {refusals}"
         )
     return min(times, key=times.__getitem__), times
+
+
+def default_attention(model: nn.Module, *, backward: bool) -> str:
+    """Return the back end for a model whose batches are not known: the fastest on one row of `DEFAULT_LENGTH` tokens.
+
+    Ours on a CPU, and in deterministic runs, where timings must not decide roundings.
+    """
+    device = next(model.parameters()).device
+    if not torch.cuda.is_available() or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return "triton"
+    with torch.cuda.device(device):
+        return choose_attention(model, 1, DEFAULT_LENGTH, backward=backward)[0]
 
 
 def choose_attention(model: nn.Module, batch: int, length: int, *, backward: bool) -> tuple[str, dict[str, float]]:

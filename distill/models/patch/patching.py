@@ -27,7 +27,13 @@ from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
 from distill.models.patch import output_rows
-from distill.models.patch.attention import leave_padded_batches, stop_fused_attention, use_fused_attention
+from distill.models.patch.attention import (
+    AUTO,
+    default_attention,
+    leave_padded_batches,
+    stop_fused_attention,
+    use_fused_attention,
+)
 from distill.models.patch.forward_comparison import FORWARD_ERRORS
 from distill.models.patch.packed import distances, isolates_documents, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
@@ -53,8 +59,11 @@ SWAPS = (
         "distill.models.patch.recognition:GATED_MLP",
         "distill.models.patch.recognition:BIAS_GELU_MLP",
         "distill.models.patch.recognition:ROTARY_EMBEDDING",
+        "distill.models.patch.experts:EXPERTS",
+        "distill.models.patch.experts:ROUTER",
     ),
     ("distill.models.patch.joined_projections:SharedInputs",),
+    ("distill.models.patch.experts:SPARSE_BLOCK",),
     ("distill.models.patch.residual_norms:RESIDUAL_NORM",),
 )
 NEAR = 0.1  # of two attentions: relative, since in 16 bits another order of sums changes which experts tokens get
@@ -65,7 +74,7 @@ def patch(
     model: nn.Module,
     role: Role = "student",
     *,
-    attention: str | None = "triton",
+    attention: str | None = AUTO,
     layers: bool = True,
     judged: Mapping[Any, Any] | None = None,
     log_it: bool = True,
@@ -76,7 +85,9 @@ def patch(
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, on its final device.
-        attention: "triton", "cudnn" or "flash" (see `distill.models.patch.attention`); None keeps the model's own.
+        attention: "triton", "cudnn" or "flash" (see `distill.models.patch.attention`), or "auto" for the fastest on
+            this GPU of rows without packing or padding; those that are packed or padded take "triton" in any case.
+            None keeps the model's own.
         layers: Swap norms, gated MLPs, rotary embeddings and residual additions.
         judged: `verdicts` of a model of the same configuration with fewer layers; modules they cover are not tried
             out, so that `model` may be on the meta device (modules they do not cover are then left).
@@ -98,6 +109,8 @@ def patch(
         if report.swapped["residual_norm"] and trait_of(last := find_layers(inner)[1][-1], "is_fused"):
             output_rows.mark(decoder_of(inner), last, report.verdicts)
         if attention is not None:
+            if attention == AUTO:
+                attention = default_attention(inner, backward=role == "student")
             swap = FusedAttention(inner, attention, report)
             if (reason := swap.applies(inner)) is None:
                 swap_module(inner, swap, inner)
