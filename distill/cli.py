@@ -49,6 +49,7 @@ from distill.commands.arguments import (
     rename_options,
 )
 from distill.core import console, launch, ranks
+from distill.core.ending import announced_refusal
 from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, has_begun, run_folder, runs_folder
 from distill.core.library_output import silence_libraries
@@ -190,16 +191,17 @@ def run(
       data.source=synthetic
     """
     overrides = [*(overrides or ()), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
-    _, resolved = load_recipe(recipe, [*overrides, *plugin_override(plugin)])
-    runs = runs_folder(resolved.output_dir)
-    if resume_if_any:
-        if name is None:
-            raise ValueError("--resume-if-any: expected --name, which names the run to resume; got none")
-        resume = resume or has_begun(runs / name)
-    elif unverified and not resume:
-        raise ValueError("--unverified: expected together with --resume; got no --resume")
-    # rank 0 alone decides: another process may have made the folder already
-    folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_main_process() else None
+    with announced_refusal():
+        _, resolved = load_recipe(recipe, [*overrides, *plugin_override(plugin)])
+        runs = runs_folder(resolved.output_dir)
+        if resume_if_any:
+            if name is None:
+                raise ValueError("--resume-if-any: expected --name, which names the run to resume; got none")
+            resume = resume or has_begun(runs / name)
+        elif unverified and not resume:
+            raise ValueError("--unverified: expected together with --resume; got no --resume")
+        # rank 0 alone decides: another process may have made the folder already
+        folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_main_process() else None
     with console.spinner("importing torch"), paused_collection():
         gpus = launch.visible_gpus()
     processes = launch.processes_to_start(os.environ, gpus=gpus, device=resolved.train.device)

@@ -74,6 +74,7 @@ from distill.training.lock_file import (
     check_same,
     check_same_run,
     check_same_teachers,
+    hash_rows,
     locked_attention,
     locked_data,
     locked_recipe,
@@ -116,8 +117,8 @@ def run(
     """
     transformers.utils.logging.disable_progress_bar()
     drop_accelerate_settings(os.environ)
-    process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
-    with end_together():
+    with end_together():  # joining included: the others wait there for a rank that was refused
+        process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
         return _run_stages(recipe, process, name=name, resume=resume, lock=lock, plugin=plugin)
 
 
@@ -391,7 +392,9 @@ class Run:
             source=prepared.splits.report.digest,
         )
         # each rank hashes what it has read itself: another file behind the same path would train on without a word
-        require_equal_on_ranks({name: locked[name] for name in ("data", "teacher", "student")})
+        held_out = {"rows_sha256": hash_rows(prepared.splits.validation)}
+        compared = {name: locked[name] for name in ("data", "teacher", "student")}
+        require_equal_on_ranks({**compared, "validation": held_out})
         if not is_main_process():
             return None
         if prepared.required is not None:

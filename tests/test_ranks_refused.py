@@ -1,0 +1,156 @@
+"""Ranks that a scheduler starts (srun), the first of which holds the store: one that is refused or killed ends all."""
+
+import contextlib
+import shutil
+import signal
+import time
+
+import pytest
+from forked import PIPE, Forked, clean_environment, free_port
+from test_ranks_agree import RECIPE, TEXT, other_weights
+from tiny import save_models
+
+SECONDS = 100  # of a pair of processes; torch waits half an hour for a rank that does not join
+HELD_OUT = "\n".join(f"Nobody knows {n} things {'at ' * (n % 3)}all about {n * 7919 % 991}." for n in range(30))
+PLUGIN = """
+def gap(student_logits, teacher_logits, labels):
+    return (teacher_logits.log_softmax(-1) - student_logits.log_softmax(-1)).abs().sum(-1) * SCALE
+TERMS = {"gap": gap}
+SCALE = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    save_models(folder, text=TEXT, teacher={"seed": 1}, student={"seed": 2})
+    (folder / "tiny.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture
+def places(inputs, tmp_path):
+    for rank in (0, 1):
+        shutil.copytree(inputs, tmp_path / str(rank))
+    return tmp_path
+
+
+@contextlib.contextmanager
+def two_ranks(places, *more):
+    port = str(free_port())
+    ranks = []
+    for rank in (0, 1):
+        launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(
+            Forked(
+                ["-m", "distill", "run", "tiny.yaml", "--name", "tiny", f"output_dir={places / 'runs'}", *more],
+                cwd=places / str(rank),
+                env=clean_environment(**launched, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+                stdout=PIPE,
+                stderr=PIPE,
+            )
+        )
+    try:
+        yield ranks
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
+def outcome(ranks):
+    """Exit codes and standard errors of both ranks, which must end by themselves."""
+    errors = [each.communicate(timeout=SECONDS)[1] for each in ranks]
+    return [each.wait() for each in ranks], errors
+
+
+def with_a_typo(place):
+    (place / "tiny.yaml").write_text(RECIPE.replace("learning_rate", "learning_rat"))
+
+
+def without_recipe(place):
+    (place / "tiny.yaml").unlink()
+
+
+def without_data(place):
+    (place / "text.txt").unlink()
+
+
+def without_teacher(place):
+    shutil.rmtree(place / "teacher")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", [with_a_typo, without_recipe, without_data, without_teacher])
+def test_a_rank_that_is_refused_at_any_point_ends_the_other(places, fault, rank):
+    fault(places / str(rank))
+    with two_ranks(places) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes[rank] == 2 and codes[1 - rank] in (1, 2), errors
+    # where both had joined, the other one may see the closed connection before it reads the reason
+    line = errors[1 - rank].strip().splitlines()[-1]
+    assert f"rank {rank} has ended: " in line or "another process of this run ended" in line, errors
+    assert not (places / "runs/tiny/student").exists()
+
+
+def test_a_mistake_that_all_ranks_have_ends_all_at_once(places):
+    for rank in (0, 1):
+        with_a_typo(places / str(rank))
+    begun = time.monotonic()
+    with two_ranks(places) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes == [2, 2], errors
+    assert all("learning_rat" in error for error in errors)
+    assert time.monotonic() - begun < 50  # less than a rank waits for others that have not started
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_the_other(places, rank):
+    with two_ranks(places, "train.steps=4000") as ranks:
+        until = time.monotonic() + SECONDS
+        while not (places / "runs/tiny/metrics.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        ranks[rank].send_signal(signal.SIGKILL)
+        codes, errors = outcome(ranks)
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, None), errors
+
+
+def test_a_rank_with_other_held_out_data_is_named(places):
+    held_out = "validation: {source: held.txt, max_rows: 4}"
+    for rank in (0, 1):
+        (places / str(rank) / "tiny.yaml").write_text(
+            RECIPE.replace("validation: {fraction: 0.1, max_rows: 4}", held_out)
+        )
+        text = HELD_OUT if rank == 0 else HELD_OUT.replace("Nobody", "Anybody")
+        (places / str(rank) / "held.txt").write_text(text)
+    with two_ranks(places) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes == [2, 2], errors
+    assert "rank 1: validation" in errors[0], errors
+
+
+def test_a_rank_with_another_file_of_functions_is_named(places):
+    for rank in (0, 1):
+        (places / str(rank) / "mine.py").write_text(PLUGIN.replace("SCALE = 1.0", f"SCALE = {rank + 1}.0"))
+        (places / str(rank) / "tiny.yaml").write_text(RECIPE + "loss: {terms: [{type: gap, weight: 1.0}]}\n")
+    with two_ranks(places, "--plugin", "mine.py") as ranks:
+        codes, errors = outcome(ranks)
+    assert codes == [2, 2], errors
+    assert "rank 1: recipe.loss.plugin.sha256" in errors[0], errors
+
+
+def test_a_rank_with_a_teacher_one_bit_off_is_named(places):
+    other_weights("teacher")(places / "1")
+    with two_ranks(places) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes == [2, 2], errors
+    assert "rank 1: teacher.weights" in errors[0], errors
+
+
+def test_two_ranks_with_the_same_inputs_train(places):
+    with two_ranks(places) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes == [0, 0], errors
+    assert (places / "runs/tiny/student/model.safetensors").is_file()
