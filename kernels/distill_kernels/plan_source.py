@@ -105,6 +105,8 @@ class PlanSource:
         launcher = compiled.run
         if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
             raise Unplannable  # Triton allocates it at each launch
+        if getattr(launcher, "gsan_enabled", False):
+            raise Unplannable  # Triton's sanitizer gets the address of its state at each launch
         try:  # Triton's insides, which no release promises
             first = [*grid, _placed("stream"), compiled.function, compiled.packed_metadata, None, None, None]
             with _noted_tensor_maps() as noted:
