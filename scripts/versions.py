@@ -1,8 +1,8 @@
 """The suite's core on the oldest and the newest torch and transformers that pyproject.toml allows.
 
-python -m scripts.versions install transformers-oldest transformers-newest   # into ~/.cache/distill-versions, 0.3 GB each
-python -m scripts.versions install torch-oldest torch-newest                 # 7 GB each: their wheels bring CUDA
-python -m scripts.versions                                                   # runs the core on all that are installed
+python -m scripts.versions install transformers-oldest transformers-newest  # to ~/.cache/distill-versions, 0.3 GB each
+python -m scripts.versions install torch-oldest torch-newest                # 7 GB each: their wheels bring CUDA
+python -m scripts.versions                                                  # runs the core on all that are installed
 
 An installation is a folder of packages that is put before those of this environment; everything else is as it is here.
 """
@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +49,7 @@ class Version(NamedTuple):
     package: str
     oldest: bool
     more: tuple[str, ...] = ()
-    left_out: dict[str, str] = {}
+    left_out: Mapping[str, str] = MappingProxyType({})
 
 
 VERSIONS = {
