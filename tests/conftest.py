@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import types
+import warnings
 from pathlib import Path
 
 # one thread, with and without workers: a thread that serves a teacher would keep two while runs change their number
@@ -32,6 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import hypothesis
 import pytest
 import torch
+from gpus import HEAVY_BYTES, NEEDS_ONE, fail_wrong_skip, give_memory_back, one_at_a_time
 from replaced import (  # noqa: F401
     _no_curves,
     at_step,
@@ -145,7 +147,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason=NEEDS_ONE))
 
 
 def _leave_few(items):
@@ -160,6 +162,14 @@ def _leave_few(items):
         for number, item in enumerate(of_one):
             if number not in chosen:
                 item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that is skipped for lack of GPUs that are here fails."""
+    report = yield
+    fail_wrong_skip(report)
+    return report
 
 
 def pytest_report_teststatus(report):
@@ -196,12 +206,32 @@ def _seed():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _gpu_shared():
-    """A file's tests leave a GPU's memory to other workers: a dozen that keep what they took once fill 80 GiB."""
+def _gpu_of_a_file():
+    """Also what a file's fixtures held is given back."""
     yield
     if HAS_GPU:
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_memory_back()
+
+
+@pytest.fixture(autouse=True)
+def _gpu_shared(request, tmp_path_factory):
+    """A test leaves a GPU's memory to other workers: a dozen that keep what they took once fill 80 GiB.
+
+    Tests marked `heavy_gpu` run one at a time; a test that takes as much without the mark is named by a warning.
+    """
+    if not HAS_GPU or "gpu" not in request.keywords:
+        yield
+        return
+    base = tmp_path_factory.getbasetemp()
+    heavy = request.node.get_closest_marker("heavy_gpu") is not None
+    lock = (base.parent if IS_WORKER else base) / "heavy-gpu.lock"
+    torch.cuda.reset_peak_memory_stats()
+    with one_at_a_time(lock) if heavy else contextlib.nullcontext():
+        yield
+    peak = torch.cuda.max_memory_allocated()
+    if peak > HEAVY_BYTES and not heavy:
+        warnings.warn(f"{request.node.nodeid} took {peak / 2**30:.0f} GiB of a GPU: mark it heavy_gpu", stacklevel=1)
+    give_memory_back()
 
 
 @pytest.fixture(autouse=True)

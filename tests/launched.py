@@ -8,7 +8,13 @@ class Native:
         self.started = []
 
     def __call__(self, *handed):
-        grid, (stream, function, cooperative, dependent, metadata, *nothing) = handed[:3], handed[3:-3]
-        assert (stream, function, cooperative, dependent, metadata) == (7, 7, False, False, (4, 1, 0))
-        assert nothing == [None] * 5
-        self.started.append((grid, tuple(handed[-1])))
+        grid, common, rest = handed[:3], handed[3:7], list(handed[7:])
+        assert common == (7, 7, False, False)  # stream, function, cooperative, dependent
+        before_metadata = rest.index((4, 1, 0))
+        if before_metadata == 0:
+            assert rest[1:6] == [None] * 5
+            arguments = rest[-1]
+        else:  # Triton 3.5: two scratch buffers before the metadata, then launch metadata, two hooks and each argument
+            assert before_metadata == 2 and rest[:2] + rest[3:6] == [None] * 5
+            arguments = rest[6:]
+        self.started.append((grid, tuple(arguments)))

@@ -3,12 +3,17 @@
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import distill_kernels
 import pytest
 import torch
+from distill_kernels.examples import VALUE_TYPES
+from distill_kernels.losses import DIVERGENCES
+from distill_kernels.quantisation.formats import FORMATS
 from helpers import faulty_job
 from test_machine import ROOT
 
@@ -34,6 +39,51 @@ print(json.dumps({name: check_kernel(name, torch.device("cpu")).passed for name 
 """
 
 
+LAUNCHED = """
+import json, torch
+from triton.runtime.interpreter import InterpretedFunction
+from interpreter import mend_interpreter
+mend_interpreter()
+from distill_kernels.examples import EXAMPLES, TINY
+from distill_kernels.launch import interpreted
+from distill.doctor.machine_checks import results_of
+launched, run = set(), InterpretedFunction.run
+def note(self, *args, **settings):
+    launched.add((self.fn.__module__.partition(".")[2], self.fn.__name__))
+    return run(self, *args, **settings)
+InterpretedFunction.run = note
+with interpreted():
+    for example in EXAMPLES.values():
+        for dtype in example.dtypes:
+            tensors = example.tensors(TINY)
+            floating = [key for key, x in tensors.items() if x.is_floating_point() and key not in example.fixed]
+            results_of(example, tensors | {key: tensors[key].to(dtype) for key in floating})
+print(json.dumps(sorted(launched)))
+"""
+# kernels of compiled.jsonl that no example launches through the interpreter
+NOT_LAUNCHED = {
+    # for long rows and caches, of which the interpreter would take minutes
+    *(
+        ("primitives.row_softmax", f"_{name}")
+        for name in ("forward_loop", "backward_loop", "forward_split_statistics", "forward_split_write")
+    ),
+    *(("primitives.row_softmax", f"_backward_split_{name}") for name in ("product", "write")),
+    ("primitives.decode", "_combine_kernel"),
+    ("attention.split_kv", "_merge_kernel"),
+    ("attention.split_kv", "_add_kernel"),
+    ("layers.layer_norm_kernels", "_column_kernel"),
+    # of 16-bit weights of more than one chunk of rows
+    ("losses.accumulate", "_accumulate_kernel"),
+    ("losses.accumulate", "_scaled_accumulate_kernel"),
+    # where a step may be skipped
+    ("optim.adamw_kernels", "count_kernel"),
+    # of the decoding step, which takes a model: tests/test_fused_decode.py
+    ("decoding.attention", "_attention_kernel"),
+    ("decoding.fused_linear", "_product_kernel"),
+    *(("decoding.tokens", f"_{name}_kernel") for name in ("embed", "finish", "scores")),
+}
+
+
 @pytest.mark.full
 def test_a_kernel_that_is_wrong_is_named(tmp_path):
     shutil.copytree(ROOT / "kernels" / "distill_kernels", tmp_path / "distill_kernels")
@@ -41,19 +91,44 @@ def test_a_kernel_that_is_wrong_is_named(tmp_path):
         path = tmp_path / "distill_kernels" / name
         assert right in path.read_text(), name
         path.write_text(path.read_text().replace(right, wrong))
-    expected = {
-        "rotary embedding": False,
-        "RMSNorm": False,
-        "residual and RMSNorm": False,
-        "LayerNorm": True,
-        "SwiGLU": True,
-    }
+    expected = {"rope": False, "rms_norm": False, "add_rms_norm": False, "layer_norm": True, "swiglu": True}
     path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", ONLY, *expected]
     made = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout) == expected
+
+
+# what was checked before the list followed from the examples
+CHECKED_BEFORE = """
+fused_kl_loss; fused_jsd_loss; fused_cross_entropy_loss; TeacherHead; fused_top_k_kl_loss: bucket; kl_div; jsd
+cross_entropy; kl_probabilities: batchmean; rms_norm; add_rms_norm; layer_norm; swiglu; geglu; bias_gelu
+rope: whole heads; softmax; flash_attention: causal; flash_attention: causal, packed documents
+decode_attention: one token; KVCache; sample_tokens: greedy; split_k_linear; triton_linear; fp8_linear; lora_linear
+FusedAdamW: three steps
+"""
+
+
+def test_every_divergence_quantiser_and_public_op_is_checked():
+    assert {name for name in re.split(r"[;\n] ?", CHECKED_BEFORE) if name} <= set(CHECKS)
+    for kind in DIVERGENCES:
+        assert {f"fused_distillation_loss: {kind}", f"distillation_loss: {kind}"} <= set(CHECKS)
+    for name, form in FORMATS.items():
+        assert f"fake_quantise_into: {name}" in CHECKS and (f"learned_gradients: {name}" in CHECKS) == form.is_learned
+    assert set(distill_kernels.__all__) - VALUE_TYPES <= set(CHECKS)
+
+
+@pytest.mark.full
+def test_every_compiled_kernel_has_an_example_or_a_reason():
+    rows = [json.loads(line) for line in (ROOT / "scripts" / "compiled.jsonl").read_text().splitlines()]
+    compiled = {(row["module"], row["kernel"]) for row in rows}
+    path = os.pathsep.join(map(str, (ROOT / "kernels", ROOT, ROOT / "tests")))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    made = subprocess.run([sys.executable, "-c", LAUNCHED], capture_output=True, text=True, env=environment)
+    assert made.returncode == 0, made.stderr
+    launched = {(module, kernel) for module, kernel in json.loads(made.stdout)}
+    assert compiled - launched == NOT_LAUNCHED
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -63,16 +138,16 @@ def test_a_result_that_is_off_by_a_hundredth_fails(name, monkeypatch):
     check, calls = CHECKS[name], []
     assert machine_checks.check_kernel(name, torch.device("cpu")).passed
 
-    @functools.wraps(check.call)
+    @functools.wraps(check.run)
     def off(**tensors):
-        made = check.call(**tensors)
+        made = check.run(**tensors)
         outputs = [made] if isinstance(made, torch.Tensor) else list(made)
         calls.append(outputs[-1].dtype)
         if len(calls) == 3:
             outputs[-1] = outputs[-1] * 1.01 + (not outputs[-1].is_floating_point())
         return outputs
 
-    monkeypatch.setitem(CHECKS, name, check._replace(call=off))
+    monkeypatch.setitem(CHECKS, name, check._replace(run=off))
     assert machine_checks.check_kernel(name, torch.device("cpu")).passed is False
     assert len(calls) == 3
 

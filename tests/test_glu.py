@@ -124,6 +124,7 @@ def test_shapes_of_real_models_agree(device, rows, columns, activation, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.slow
 def test_offsets_past_two_to_the_31(device):
     packed = torch.randn(2**31 // 16384 + 3, 16384, device=device, dtype=torch.bfloat16)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from public_calls import CALLS, VALUE_TYPES
+from distill_kernels.examples import PUBLIC as CALLS
+from distill_kernels.examples import VALUE_TYPES
 
 # outputs that a backward pass reads again, as torch.softmax and scaled_dot_product_attention read theirs
 READ_AGAIN = {("softmax", 0), ("flash_attention", 0), ("add_rms_norm", 1), ("RMSNorm", 1)}

@@ -12,6 +12,7 @@ from distill_kernels.primitives import probability_kl, row_softmax
 from distill_kernels.quantisation import fake_quantise
 from distill_kernels.quantisation.formats import FORMATS
 from distill_kernels.quantisation.number_format import Scales
+from gpus import two_gpus
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
@@ -224,7 +225,7 @@ def test_replays_are_captured_and_keep_to_their_stream():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@two_gpus
 def test_each_device_has_plans_of_its_own():
     x, weight = torch.randn(64, 2048, dtype=torch.bfloat16), torch.randn(2048, dtype=torch.bfloat16)
     for _ in range(4):

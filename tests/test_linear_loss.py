@@ -106,6 +106,7 @@ def test_one_tile_and_one_more_column(kernel_device, vocab):
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("rows, vocab", [(2048, 128256), (1000, 151936), (6000, 32000)])
 def test_full_vocabulary_equals_the_reference(device, rows, vocab):
     heads, labels, scale = setup(device, rows, vocab, torch.bfloat16, hidden=(512, 768), ignored=range(0, rows, 3))

@@ -133,6 +133,7 @@ def test_errors_name_the_invalid_argument(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("rows, vocab", [(2048, 128_256), (1000, 151_936), (6000, 32_000)])
 def test_full_vocabulary_keeps_the_error_bounds(device, rows, vocab, name):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from public_calls import CALLS, Tensors
+from distill_kernels.examples import PUBLIC as CALLS
+from distill_kernels.examples import Tensors
 
 LOSSES = {name for name, call in CALLS.items() if call.family} | {"TeacherHead", "cross_entropy", "head_loss"}
 OWNERS = {"FusedAdamW", "swap_linears_for_fp8", "call_inside"}  # their tensors are a model's, or a function's own

@@ -268,6 +268,7 @@ def test_kernel_equals_the_reference_on_shapes_of_real_models(device, rows, hidd
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.slow
 def test_offsets_past_two_to_the_31(device):
     x = torch.randn(2**31 // 8192 + 3, 8192, device=device, dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forked import free_port
+from gpus import two_gpus
 from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, write_models
 from two_ranks import codes_of
 
@@ -113,10 +114,9 @@ def test_two_processes_serve_the_outputs_of_one(tmp_path, pool, serve, kind):
 
 
 @pytest.mark.gpu
+@two_gpus
 def test_two_gpus_serve_the_outputs_of_one(tmp_path, pool, serve):
     """Over NCCL, in bf16 and by our kernels; how attention is computed is timed by each process for itself."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     place_for(tmp_path, "teacher.dtype=bfloat16", layers=3, hidden=128)
     engine, server = engine_in(tmp_path, "teacher.dtype=bfloat16", "train.device=cuda"), serve(tmp_path, "cuda")
     assert (

@@ -99,6 +99,7 @@ def test_every_divergence_of_a_mixture_equals_its_reference(term, kernel_device)
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_compiled_at_full_vocabulary(device, dtype, temperature):

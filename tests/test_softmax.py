@@ -115,6 +115,7 @@ def test_kernel_equals_the_reference_on_shapes_of_real_models(device, rows, colu
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.slow
 def test_offsets_past_two_to_the_31(device):
     x = torch.randn(2**31 // 131_072 + 3, 131_072, device=device, dtype=torch.bfloat16)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import distill_kernels
 import pytest
 import torch
+from distill_kernels.examples import PUBLIC as CALLS
+from distill_kernels.examples import VALUE_TYPES, Tensors
 from distill_kernels.launch import device_facts
 from helpers import relative_error
-from public_calls import CALLS, VALUE_TYPES, Tensors
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # a view may take another path, with other roundings
 UPSTREAM = "upstream gradients"

@@ -275,6 +275,7 @@ def test_errors_name_the_invalid_argument(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("k", [1, 8, 64, 256, 511])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_full_vocabulary_keeps_the_error_bounds(device, tail, k):

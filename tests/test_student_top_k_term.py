@@ -352,6 +352,7 @@ def test_recipes_with_this_loss():
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("tail", TAILS)
 def test_full_vocabulary_matches_fp32_without_a_host_sync(device, tail):
     """Against fp32 logits of the same 16-bit operands, chunk by chunk; without a wait, within 3 GiB."""

@@ -84,6 +84,7 @@ def test_values_and_gradients_equal_fp64(where, limit, dtype, direction, tail, m
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("k", [16, 64, 256, 511])
 @pytest.mark.parametrize("direction, tail", READINGS)
 def test_full_size_on_the_gpu(device, direction, tail, k):

@@ -84,6 +84,7 @@ def test_a_small_workspace_keeps_the_error_of_a_large_one(kernel_device, limit):
 
 
 @pytest.mark.gpu
+@pytest.mark.heavy_gpu
 @pytest.mark.parametrize("mib", [128, 256, 512])
 def test_full_size_keeps_the_error_bounds_without_a_host_sync(device, mib):
     """Errors as promised, whatever the workspace; no wait for the device."""

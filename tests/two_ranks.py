@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from forked import PLACES, Forked, clean_environment
+from gpus import GPUS, NEEDS_TWO
 from torch.distributed import TCPStore
 
 from scripts.bench.many_gpus import ending
@@ -89,8 +89,8 @@ def started_on_gpu(arguments, cwd, streams, **more):
 
 
 def _by_torchrun(arguments: list[str], timeout: int) -> str:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+    if GPUS < 2:
+        pytest.skip(NEEDS_TWO)
     command = [
         sys.executable,
         "-m",

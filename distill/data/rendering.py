@@ -86,7 +86,7 @@ class Renderer:
             TemplateError: The text is not valid Jinja, or writes a date that cannot be frozen.
         """
         from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         self.source, self.frozen_date = freeze_date(source)
         self.marked = bool(_MARKER.search(source))
@@ -101,7 +101,7 @@ class Renderer:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
             with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                _compile_jinja_template(self.source)
+                render_jinja_template([], chat_template=self.source)  # compiles it, for no conversation
         except TemplateSyntaxError as error:
             raise TemplateError(
                 f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"

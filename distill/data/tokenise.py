@@ -7,7 +7,9 @@ prompt alone fills `max_length` is dropped and counted.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -31,6 +33,8 @@ TOO_LONG = "prompt longer than data.max_length"
 FEW = 4  # average characters per token
 HELD = 1 << 23  # largest number of characters of chats that wait for the tokenizer
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 Batch = list[tuple[int, Row | RowFault]]
 
@@ -267,7 +271,10 @@ class Encoder(RowEncoder):
         """Return the ids of some texts, without special tokens and offsets."""
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-        if getattr(type(self.tokenizer), "_encode_plus", None) is not TokenizersBackend._encode_plus:
+        own = getattr(TokenizersBackend, "_encode_plus", None)
+        if own is None:
+            _warn_once("transformers has no TokenizersBackend._encode_plus: texts are tokenised by the slower call")
+        if own is None or getattr(type(self.tokenizer), "_encode_plus", None) is not own:
             return self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
         self.tokenizer("", add_special_tokens=False, verbose=False)  # resets padding set by earlier calls
         made = self.tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)

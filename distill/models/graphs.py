@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from distill_kernels.torch_internals import copies_of, foreach_copy_
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -230,7 +231,7 @@ class _Captured:
         """Replay the forward's graph and return copies of its outputs."""
         self.graphs.replay(self.forward)
         hidden, *states = self.outputs
-        return (hidden.clone(), *(torch._foreach_mul(states, 1) if states else ()))  # copies, all states in one launch
+        return (hidden.clone(), *copies_of(states))
 
     def keep_gradients_in_use(self) -> None:
         """Copy the parameters' gradients that lie in the graph's memory."""
@@ -243,7 +244,7 @@ class _Captured:
         if not used:
             return
         with torch.inference_mode(False), torch.no_grad():  # a teacher is asked in inference mode
-            for p, copy in zip(used, torch._foreach_mul([p.grad for p in used], 1), strict=True):  # type: ignore[misc]
+            for p, copy in zip(used, copies_of([p.grad for p in used]), strict=True):  # type: ignore[misc]
                 p.grad = copy
 
     def _warm_up(self, call: Callable[[], list[torch.Tensor]]) -> None:
@@ -301,7 +302,7 @@ class _Replay(torch.autograd.Function):
             )
         ctx.alive = None
         given = [gradient for gradient, has in zip(upstream, captured.has_gradient, strict=True) if has]
-        torch._foreach_copy_(captured.upstream, given)
+        foreach_copy_(captured.upstream, given)
         captured.graphs.replay(captured.backward)
         captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy
@@ -324,6 +325,8 @@ def own_workspace() -> Iterator[None]:
 
 def _unsuited(decoder: nn.Module) -> str | None:
     """Return why a decoder cannot be captured, as far as that is known without running it; None otherwise."""
+    if not hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # a graph's memory would be used after its end
+        return f"torch {torch.__version__} has no _cuda_clearCublasWorkspaces"
     for parameter in decoder.parameters():
         if isinstance(parameter, DTensor):
             return "its weights are sharded"

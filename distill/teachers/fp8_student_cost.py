@@ -61,8 +61,9 @@ def compute_and_measure(
     if checkpointed:
         student.gradient_checkpointing_disable()
     student.train(training)
-    torch._foreach_sub_(in_fp8, gradients)
-    off, size = (torch.stack(torch._foreach_norm(tensors)).double().norm() for tensors in (in_fp8, gradients))
+    for gradient_in_fp8, gradient in zip(in_fp8, gradients, strict=True):
+        gradient_in_fp8.sub_(gradient)
+    off, size = (torch.stack([x.norm() for x in tensors]).double().norm() for tensors in (in_fp8, gradients))
     return (
         f"{'fp8':<12}student: {layers} linear layers compute in it, the head as it was; on one batch loss "
         f"{loss_in_fp8:.4f}, before {loss:.4f}, gradient off by {float(off / size):.1%}"

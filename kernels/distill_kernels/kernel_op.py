@@ -17,6 +17,7 @@ import torch
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.launch_plans import LaunchPlan, PlannedFunction, outside_of_plans, picker, recorder_here
 from distill_kernels.operands import PLAIN, check_tensor, differentiable_once, refuse_double_backward
+from distill_kernels.torch_internals import internal
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -188,7 +189,9 @@ def _eager_function(name: str, op: KernelOp) -> type[torch.autograd.Function]:
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(f"Eager_{name}", (torch.autograd.Function,), methods)
-    function._backward_cls.apply = backward  # autograd's own would look for it at each call
+    backward_class = internal(function, "_backward_cls", None, "each backward looks for its function")
+    if backward_class is not None:
+        backward_class.apply = backward  # autograd's own would look for it at each call
     return function
 
 

@@ -34,8 +34,12 @@ try:
         """Return, inside a kernel, whether it is compiled for an NVIDIA GPU and may hold inline PTX."""
         return not triton.knobs.runtime.interpret and bool(is_cuda())
 
-except ImportError:
+except ImportError as missing:
     HAS_TRITON = False
+    WITHOUT_TRITON = "this needs triton, which is not installed (pip install triton, Linux only)"
+    if missing.name != "triton":  # a release of Triton in which a name has moved
+        WITHOUT_TRITON = f"this needs a release of triton that distill_kernels knows: {missing}"
+        logging.getLogger(__name__).warning("%s; PyTorch computes on CPUs, and nothing on GPUs", WITHOUT_TRITON)
     LAUNCH_ERRORS = (RuntimeError,)
 
     class _MissingTriton:
@@ -47,7 +51,7 @@ except ImportError:
             return _MissingTriton()
 
         def __call__(self, *args: object, **kwargs: object) -> typing.Any:
-            raise RuntimeError("this needs triton, which is not installed (pip install triton, Linux only)")
+            raise RuntimeError(WITHOUT_TRITON)
 
     triton = _MissingTriton()
     tl = _MissingTriton()

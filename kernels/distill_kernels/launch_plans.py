@@ -16,30 +16,40 @@ dispatch modes that are on.
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from distill_kernels.launch import HAS_TRITON, MAX_CACHED_LAUNCHES
 from distill_kernels.operands import PLAIN
 from distill_kernels.plan_source import PlanSource, Unplannable, storage_address
+from distill_kernels.torch_internals import (
+    HAS_PLAN_INTERNALS,
+    TensorGuards,
+    TorchDispatchMode,
+    current_device,
+    current_stream,
+    empty_on_current_device,
+    functorch_level,
+    is_in_torch_dispatch_mode,
+)
 
-if HAS_TRITON:
-    from triton import knobs
-
+_log = logging.getLogger(__name__)
 # Called at each launch, for Triton's profiler
-LAUNCH_HOOKS: Any = knobs.runtime.launch_enter_hook if HAS_TRITON else None
-# What torch.compile's generated code calls: an allocation takes 1.0 microseconds, for 2.4 of `torch.empty_strided`
-current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-empty_on_current_device: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+LAUNCH_HOOKS: Any = None
+if HAS_TRITON:
+    try:
+        from triton import knobs
 
-_functorch_level = torch._C._functorch.maybe_current_level
+        LAUNCH_HOOKS = knobs.runtime.launch_enter_hook
+    except (ImportError, AttributeError) as missing:
+        _log.warning("Triton: %s; kernels are launched through the dispatcher, slowly", missing)
+CAN_PLAN = HAS_PLAN_INTERNALS and (LAUNCH_HOOKS is not None or not HAS_TRITON)
+
 _aten = torch.ops.aten
 _ALLOCATIONS = {
     _aten.empty.memory_format,
@@ -74,8 +84,10 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def outside_of_plans() -> bool:
-    """Return whether a dispatch mode or a function transform is on, which plans would not tell of."""
-    return bool(is_in_torch_dispatch_mode()) or _functorch_level() is not None
+    """Return whether no plan may be made or replayed: a dispatch mode or a function transform, which plans would not
+    tell of, is on, or this torch or Triton lacks what plans are made of.
+    """
+    return not CAN_PLAN or bool(is_in_torch_dispatch_mode()) or functorch_level() is not None
 
 
 class LaunchPlan:

@@ -14,6 +14,7 @@ from typing import Any, overload
 import torch
 
 from distill_kernels.launch import TensorDescriptor, tl, triton
+from distill_kernels.torch_internals import is_functorch_wrapped_tensor
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -110,7 +111,7 @@ def check_tensor(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__module__}.{type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(tensor):
         raise ValueError(
             f"{name}: expected a plain tensor, got one inside torch.vmap or torch.func.grad: kernels make their own "
             f"gradients, once; use torch.autograd.grad or backward(), and a batch dimension in place of vmap"

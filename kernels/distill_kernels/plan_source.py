@@ -100,14 +100,20 @@ class PlanSource:
 
     def start(self, compiled: Any, grid: tuple[int, int, int], values: list[Any]) -> str:
         """Return the call that starts a compiled kernel over `grid` with arguments `values`."""
+        placed = list(map(self._place, values))
+        bases = [value.base for value in placed if HAS_TRITON and isinstance(value, TensorDescriptor)]
         launcher = compiled.run
         if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
             raise Unplannable  # Triton allocates it at each launch
-        arguments: list[Any] = [*grid, _placed("stream"), compiled.function, compiled.packed_metadata, None, None, None]
-        arguments += map(self._place, values)
-        bases = [value.base for value in arguments if HAS_TRITON and isinstance(value, TensorDescriptor)]
-        with _noted_tensor_maps() as noted:
-            native, handed = _native_call(launcher, arguments)
+        if getattr(launcher, "gsan_enabled", False):
+            raise Unplannable  # Triton's sanitizer gets the address of its state at each launch
+        try:  # Triton's insides, which no release promises
+            first = [*grid, _placed("stream"), compiled.function, compiled.packed_metadata, None, None, None]
+            with _noted_tensor_maps() as noted:
+                native, handed = _native_call(launcher, [*first, *placed])
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            _warn_unknown(launcher, error)
+            raise Unplannable from error
         maps = [f"{self._constant(made)}[{base}]" for made, base in zip(noted, bases, strict=bool(noted))]
         return self._constant(native) + self._write(handed, iter(maps))
 
@@ -227,10 +233,15 @@ def _native_call(launcher: Any, arguments: Sequence[Any]) -> tuple[Callable[...,
         if launch is not None:
             copied.launch = stand_in
     if native is None:
-        _warn_once("Triton's %s has a form unknown here: every launch is looked up, slowly", type(launcher).__name__)
+        _warn_unknown(launcher, None)
         raise Unplannable
     copied(*arguments)
     return native, handed[0]
+
+
+def _warn_unknown(launcher: Any, error: Exception | None) -> None:
+    why = "" if error is None else f" ({type(error).__name__}: {error})"
+    _warn_once("Triton's %s has a form unknown here%s: every launch is looked up, slowly", type(launcher).__name__, why)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

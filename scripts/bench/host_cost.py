@@ -57,6 +57,7 @@ class Compiled:
             profile_scratch_align=1,
             launch_cooperative_grid=False,
             launch_pdl=False,
+            gsan_enabled=False,  # from Triton 3.8 on
             arg_annotations=[object()],
             kernel_signature=b"signature",
         )

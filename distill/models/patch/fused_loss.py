@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from distill_kernels import FusedCrossEntropyLoss
+from distill_kernels.torch_internals import map_nested
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
@@ -155,7 +155,7 @@ class LazyLogits(torch.Tensor):
                 return LazyLogits(logits.source, _CASTS[func], logits.without_graph)
             if func is torch.Tensor.to and len(others) == 1 and isinstance(others[0], torch.dtype):
                 return LazyLogits(logits.source, others[0], logits.without_graph)
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
+        args, kwargs = map_nested(_computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -166,8 +166,12 @@ class LazyLogits(torch.Tensor):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
+        args, kwargs = map_nested(_computed, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _computed(value: object) -> object:
+    return value.computed() if isinstance(value, LazyLogits) else value
 
 
 class FusedLoss:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into
+from distill_kernels.torch_internals import foreach_copy_
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -146,7 +147,7 @@ class QuantisedWeights:
         trained = [matrix for matrix in self.matrices.values() if matrix.parameter.requires_grad]
         masters, parameters = [m.base for m in trained], [local_rows(m.parameter) for m in trained]
         if trained:
-            torch._foreach_copy_(*((masters, parameters) if to_masters else (parameters, masters)))
+            foreach_copy_(*((masters, parameters) if to_masters else (parameters, masters)))
 
     @torch.no_grad()
     def save(self, folder: Path | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distill_kernels.torch_internals import foreach_lerp_
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -57,7 +58,7 @@ class AveragedTeacher(LoadedTeacher):
             raise ValueError(f"teacher.ema: expected the student's weights, got {min(own.keys() ^ theirs.keys())}")
         self.average = self.average or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}
         new = [theirs[name].to(weight.dtype) for name, weight in self.average.items()]
-        torch._foreach_lerp_(list(self.average.values()), new, 1 - self.share)
+        foreach_lerp_(list(self.average.values()), new, 1 - self.share)
         self._write_narrow()
 
     def save(self, checkpoint: Path) -> None:

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from distill_kernels.torch_internals import disable_dynamo
+
 Result = TypeVar("Result")
 
 
-@torch._disable_dynamo  # torch.compiler.disable, which is imported at the first call only
+@disable_dynamo
 def call_inside(
     module: nn.Module,
     compute: Callable[[torch.Tensor], Result],

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distill_kernels.torch_internals import internal
+
 OUTSIDE = -1  # a label that no rank holds, kept by the rank that owns the row terms: its probability is 0
 ON_ANOTHER_RANK = -2  # a label among another rank's columns
 
@@ -151,10 +153,17 @@ class VocabShard(NamedTuple):
 
 def process_group_by_name(name: str) -> Any:
     """Return the process group whose `group_name` is `name`."""
-    from torch.distributed import distributed_c10d
+    from torch.distributed import distributed_c10d  # a fifth of a second
 
-    resolve: Any = distributed_c10d._resolve_process_group
-    return resolve(name)
+    only_world = "only the default process group can be resolved by its name"
+    return internal(distributed_c10d, "_resolve_process_group", _default_group, only_world)(name)
+
+
+def _default_group(name: str) -> Any:
+    world = torch.distributed.group.WORLD
+    if world is None or world.group_name != name:
+        raise RuntimeError(f"process group: expected the default one, got {name}; torch cannot resolve others")
+    return world
 
 
 def join_normalisers(parts: torch.Tensor, period: int = 3) -> torch.Tensor:

@@ -18,7 +18,6 @@ from collections.abc import Hashable, Iterable
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from distill_kernels.kernel_op import check_no_gradients, check_tensors
 from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
@@ -27,6 +26,7 @@ from distill_kernels.layers.glu import Activation, check_activation, glu
 from distill_kernels.layers.rms_norm import Form, check_norm, launch_norm, reference_rms_norm
 from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
 from distill_kernels.operands import contiguous_rows, has_aligned_rows
+from distill_kernels.torch_internals import map_nested, scaled_mm
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -142,7 +142,7 @@ def _product(x8, scale, weight, weight_scale, bias, dtype):
     if not torch.compiler.is_compiling() and not has_aligned_rows(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
     scale_b = contiguous_rows(weight_scale).view(1, -1)
-    y = torch._scaled_mm(x8, weight.t(), scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+    y = scaled_mm(x8, weight.t(), scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
     return y if bias is None else y + bias
 
 
@@ -200,7 +200,7 @@ class QuantizedActivations(torch.Tensor):
         def whole(x):
             return (x.quantized[0].float() * x.quantized[1]).view(x.shape).to(x.dtype) if isinstance(x, cls) else x
 
-        return func(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+        return func(*map_nested(whole, args), **map_nested(whole, kwargs or {}))
 
 
 def fp8_rms_norm(

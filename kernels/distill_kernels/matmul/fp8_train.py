@@ -32,6 +32,7 @@ from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_
 from distill_kernels.matmul.fp8 import FP8
 from distill_kernels.matmul.fp8_quantize_kernels import _column_maxima_kernel, _quantize_kernel, _transpose_kernel
 from distill_kernels.operands import contiguous_rows, differentiable_once
+from distill_kernels.torch_internals import scaled_mm
 
 Kind = Literal["plain", "swiglu", "swiglu_backward"]
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -206,7 +207,7 @@ def _product(a8: torch.Tensor, a_scale: torch.Tensor, b8: torch.Tensor, b_scale:
     a_scale, b_scale = a_scale.view(-1, 1), b_scale.view(1, -1)
     if not a8.is_cuda:
         return (a8.float() @ b8.float().t()) * a_scale * b_scale
-    return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _quantize_weights(weights: Sequence[torch.Tensor]) -> Quantized:

@@ -27,6 +27,7 @@ from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import matmul_fp32
 from distill_kernels.matmul.shared_input import joined_gradient, products
 from distill_kernels.operands import adjacent_as_one, differentiable_once, non_view_output
+from distill_kernels.torch_internals import foreach_copy_
 
 
 def reference_lora_linear(
@@ -97,7 +98,7 @@ def _cast_adapters(adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list
     if all(matrix.dtype == dtype for matrix in adapters):
         return list(adapters)
     copies = [torch.empty_like(matrix, dtype=dtype) for matrix in adapters]
-    torch._foreach_copy_(copies, list(adapters))
+    foreach_copy_(copies, list(adapters))
     return copies
 
 

@@ -27,6 +27,7 @@ from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import matmul_fp32
 from distill_kernels.matmul.siblings import compute_dtype
 from distill_kernels.operands import adjacent_as_one, differentiable_once
+from distill_kernels.torch_internals import foreach_copy_
 
 _NODES = ("_SharedLinearBackward", "_LoraLinearsBackward")
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
@@ -49,7 +50,7 @@ def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Ten
         copies = list(whole.to(dtype).split([len(tensor) for tensor in others]))
     else:
         copies = [torch.empty_like(tensor, dtype=dtype) for tensor in others]
-        torch._foreach_copy_(copies, others)
+        foreach_copy_(copies, others)
     made = iter(copies)
     return [tensor if tensor.dtype == dtype else next(made) for tensor in tensors]
 
