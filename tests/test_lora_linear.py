@@ -10,9 +10,10 @@ from tiny import tiny_model
 
 from distill.models.load.adapters import merged
 from distill.models.patch import patching
+from distill.models.patch.lora_forward import LORA_LINEAR
 from distill.models.patch.patching import patch, unpatch
 
-WITHOUT_LORA = tuple(tuple(name for name in line if "lora" not in name) for line in patching.SWAPS)
+WITHOUT_LORA = tuple(tuple(swap for swap in line if swap is not LORA_LINEAR) for line in patching.SWAPS)
 SHAPES = [(7, 5, 3, 1), (64, 48, 80, 4), (33, 130, 17, 16)]
 
 

@@ -15,8 +15,7 @@ everything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pkgutil import resolve_name
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +33,20 @@ from distill.models.patch.attention import (
     stop_fused_attention,
     use_fused_attention,
 )
+from distill.models.patch.experts import EXPERTS, ROUTER, SPARSE_BLOCK
 from distill.models.patch.forward_comparison import FORWARD_ERRORS
+from distill.models.patch.joined_projections import SharedInputs
+from distill.models.patch.lora_forward import LORA_LINEAR
 from distill.models.patch.packed import distances, isolates_documents, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
+from distill.models.patch.recognition import (
+    BIAS_GELU_MLP,
+    GATED_MLP,
+    LAYER_NORM,
+    RMS_NORM,
+    ROTARY_EMBEDDING,
+)
+from distill.models.patch.residual_norms import RESIDUAL_NORM
 from distill.models.patch.swaps import (
     OTHER,
     PatchReport,
@@ -51,20 +61,11 @@ from distill.models.patch.swaps import (
 log = logging.getLogger(__name__)
 
 # in their order; a module gets the first swap of each line that applies to it, and none where one says why it does not
-SWAPS = (
-    (
-        "distill.models.patch.recognition:LAYER_NORM",
-        "distill.models.patch.lora_forward:LORA_LINEAR",
-        "distill.models.patch.recognition:RMS_NORM",
-        "distill.models.patch.recognition:GATED_MLP",
-        "distill.models.patch.recognition:BIAS_GELU_MLP",
-        "distill.models.patch.recognition:ROTARY_EMBEDDING",
-        "distill.models.patch.experts:EXPERTS",
-        "distill.models.patch.experts:ROUTER",
-    ),
-    ("distill.models.patch.joined_projections:SharedInputs",),
-    ("distill.models.patch.experts:SPARSE_BLOCK",),
-    ("distill.models.patch.residual_norms:RESIDUAL_NORM",),
+SWAPS: tuple[tuple[Callable[[nn.Module, Role, PatchReport], Swap], ...], ...] = (
+    (LAYER_NORM, LORA_LINEAR, RMS_NORM, GATED_MLP, BIAS_GELU_MLP, ROTARY_EMBEDDING, EXPERTS, ROUTER),
+    (SharedInputs,),
+    (SPARSE_BLOCK,),
+    (RESIDUAL_NORM,),
 )
 NEAR = 0.1  # of two attentions: relative, since in 16 bits another order of sums changes which experts tokens get
 JUMPS = 2  # times what rounding the embedding otherwise does to the median token
@@ -103,9 +104,9 @@ def patch(
         raise ValueError("model: it is patched already; call unpatch first")
     report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
     with eval_mode(inner):
-        for number, names in enumerate(SWAPS if layers else ()):
+        for number, makers in enumerate(SWAPS if layers else ()):
             modules = list(inner.modules()) if number else _without_own_forward(inner, report)
-            _swap_modules(inner, [resolve_name(name)(inner, role, report) for name in names], modules, report)
+            _swap_modules(inner, [make(inner, role, report) for make in makers], modules, report)
         if report.swapped["residual_norm"] and trait_of(last := find_layers(inner)[1][-1], "is_fused"):
             output_rows.mark(decoder_of(inner), last, report.verdicts)
         if attention is not None:
