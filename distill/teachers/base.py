@@ -29,6 +29,7 @@ from torch import nn
 from distill.data.collator import BatchColumns
 from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
 from distill.models.head import find_head
+from distill.models.load.meta_models import meta_config, meta_model
 from distill.models.sharding import is_sharded
 from distill.objectives.measure import KL, Measure
 from distill.objectives.targets import Batch, TargetFormat, Targets, VocabularyAlignment
@@ -394,9 +395,6 @@ class TeacherPlan:
         """Return the sizes of the teachers, the first one first; also of those whose weights are not loaded."""
         if self.parts():
             return [shape for part in self.parts() for shape in part.plan.shapes()]
-        # planning alone asks for sizes; the module imports the families that can be cut
-        from distill.models.load.meta_models import meta_config, meta_model
-
         field = next(iter(self.sections), "teacher")
         return [meta_model(meta_config(self.config_section(), field), field).shape]
 

@@ -21,13 +21,13 @@ from distill.data.token_cache import cache_key, cached_folder
 from distill.models.layers import layer_indices, layers_of
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student
+from distill.models.prune.importance import Row, select_parts
+from distill.models.prune.narrow import Selection
 from distill.teachers.load_context import Calibration, CutRequest, CutStudent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from distill.models.prune.importance import Row
-    from distill.models.prune.narrow import Selection
     from distill.recipe import FromTeacher
 
 VERSION = 3  # increase when the same inputs would give another choice
@@ -72,9 +72,6 @@ def stored_selection(teacher: nn.Module, cut: FromTeacher, calibration: Calibrat
         cut: Shape of the student, whose parts are chosen by rows.
         calibration: Rows.
     """
-    from distill.models.prune.importance import select_parts
-    from distill.models.prune.narrow import Selection
-
     inputs = ["parts", VERSION, *_inputs(teacher, cut, calibration.rows)]
     text = stored_text(inputs, lambda: select_parts(teacher, cut, calibration.rows).to_json(), calibration.cache)
     return Selection.from_json(text)

@@ -42,6 +42,7 @@ from distill.objectives.targets import (
     token_comparison,
 )
 from distill.recipe.loss import Loss
+from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.base import Teacher
 
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
@@ -52,8 +53,6 @@ def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
     """Return a `Teacher`: a causal language model becomes a `LoadedTeacher`, frozen and in eval mode."""
     if not isinstance(teacher, nn.Module):
         return teacher
-    from distill.teachers.backends.local import LoadedTeacher
-
     return LoadedTeacher(teacher)
 
 

@@ -16,7 +16,16 @@ from distill.objectives.measure import Measure
 from distill.recipe import Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.teachers import describe_teacher
+from distill.teachers.backends.local import LocalPlan
+from distill.teachers.backends.served.launched import LaunchedPlan
+from distill.teachers.backends.served.source import ServerPlan
+from distill.teachers.backends.stored.archived import ArchivedPlan
+from distill.teachers.backends.stored.source import StoredPlan
+from distill.teachers.backends.student import AveragePlan
 from distill.teachers.base import TeacherPlan
+from distill.teachers.combination.source import SeveralPlan
+from distill.teachers.rows.context.teacher import ContextPlan
+from distill.teachers.rows.retokenised.teacher import CrossPlan
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 # takes a recipe with this teacher alone, the teacher's section and the field that holds it
@@ -38,8 +47,6 @@ def source_of(recipe: Recipe, *, stores: Stores = "as set") -> TeacherPlan:
     members = [source_for(recipe, section, field, stores) for field, section in description.members.items()]
     if not recipe.teachers:
         return members[0]
-    from distill.teachers.combination.source import SeveralPlan  # imports the data of routes
-
     return SeveralPlan(recipe, description, members)
 
 
@@ -55,18 +62,11 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stor
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     plan = backend_maker(recipe, section, field)(alone, section, field)
     is_stored = section.online_cache is not None or stores == "everywhere"
-    # the imports below are of what few recipes have
     if is_stored or (section.is_loaded and section.top_k is not None):
-        from distill.teachers.backends.stored.source import StoredPlan
-
         plan = StoredPlan(plan, section, field, writes=stores == "as set")
     if section.context is not None:
-        from distill.teachers.rows.context.teacher import ContextPlan
-
         plan = ContextPlan(plan, section.context)
     if recipe.student.vocabulary == "cross" and not recipe.teachers:  # on routes by the tokenizer of each teacher
-        from distill.teachers.rows.retokenised.teacher import CrossPlan
-
         plan = CrossPlan(plan)
     return plan
 
@@ -79,26 +79,13 @@ def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> PlanMa
     """
     if section.backend is not None:
         return registered_backend(section.backend, field)
-    # imported here, each alone: servers bring HTTP clients, stores and caches their file formats
     if section.type == "cache":
-        from distill.teachers.backends.stored.archived import ArchivedPlan
-
         return ArchivedPlan
     if section.type == "server":
-        from distill.teachers.backends.served.source import ServerPlan
-
         return ServerPlan
     if section.ema is not None:
-        from distill.teachers.backends.student import AveragePlan
-
         return AveragePlan
-    if recipe.parallel.teacher == "served":
-        from distill.teachers.backends.served.launched import LaunchedPlan
-
-        return LaunchedPlan
-    from distill.teachers.backends.local import LocalPlan
-
-    return LocalPlan
+    return LaunchedPlan if recipe.parallel.teacher == "served" else LocalPlan
 
 
 def registered_backend(name: str, field: str) -> PlanMaker:

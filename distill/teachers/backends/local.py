@@ -11,18 +11,25 @@ from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_main_process
+from distill.generation.greedy import generate
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load.fingerprint import model_identity
 from distill.models.load.loading import load_teacher
 from distill.models.load.meta_models import MetaModel, meta_config, meta_model
 from distill.models.load.quantised import check_quantisation, method_of, quantisation_of
+from distill.models.precision.fp8_teacher import find_skipped, load_a_layer_at_a_time
+from distill.models.prune.importance import shape_for
+from distill.models.prune.pruning import cut_layers
+from distill.models.shape import USABLE
 from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets
 from distill.recipe import Generate, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.local_memory import loading_bytes, model_footprint, smaller_variants
+from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
+from distill.teachers.calibration import cut_from
 from distill.teachers.load_context import CutRequest, CutStudent, LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
@@ -57,15 +64,11 @@ class LoadedTeacher(Teacher):
         return last_hidden(self.model, batch)
 
     def cut_student(self, request: CutRequest) -> CutStudent:
-        from distill.teachers.calibration import cut_from
-
         return cut_from(self.model, request)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         if self.tokenizer is None or not (is_main_process() or self.is_collective()):
             return None
-        from distill.generation.greedy import generate
-
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
     def constructor(self) -> Constructor:
@@ -80,8 +83,6 @@ class LoadedTeacher(Teacher):
 
 def truncated(model: Any, layers: Sequence[int]) -> Any:
     """Return a copy of `model` with the given layers (negative: from the end), or with all where it has as few."""
-    from distill.models.prune.pruning import cut_layers
-
     total = int(model.config.get_text_config().num_hidden_layers)
     indices = sorted({index % total for index in layers}) if total > len(layers) else list(range(total))
     return cut_layers(model, indices).to(model.device)
@@ -128,15 +129,11 @@ class LocalPlan(TeacherPlan):
                 "cut the student where the teacher fits and set student.model to it"
             )
         if section.fp8_skip:
-            from distill.models.precision.fp8_teacher import find_skipped
-
             try:
                 find_skipped(self.meta().model, section.fp8_skip)
             except ValueError as error:
                 problems.append(str(error))
         if student.is_cut and student.from_teacher is not None and student.from_teacher.cuts_widths:
-            from distill.models.prune.importance import shape_for
-
             try:
                 shape_for(student.from_teacher, self.meta().config)
             except ValueError as error:
@@ -183,8 +180,6 @@ class LocalPlan(TeacherPlan):
         """Load the model as its section and the placement require; a sharded model is patched before it is sharded."""
         device, dtype = context.device, context.precision.teacher
         if context.placement.teacher_sharded:
-            from distill.teachers.backends.sharded import load_sharded_teacher
-
             model, report = load_sharded_teacher(
                 self.section,
                 device=device,
@@ -195,9 +190,6 @@ class LocalPlan(TeacherPlan):
                 console.print_lines(f"{'kernels':<12}teacher: {report}")
             return model
         if self.section.dtype == "fp8" and device.type == "cuda":
-            from distill.models.precision.fp8_teacher import load_a_layer_at_a_time
-            from distill.models.shape import USABLE
-
             total = torch.cuda.get_device_properties(device).total_memory
             if loading_bytes(self, context.precision) > USABLE * total:
                 return load_a_layer_at_a_time(self.section, device=device, dtype=dtype)

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from distill_kernels import TeacherHead
 from torch import nn
+from transformers import LogitsProcessorList
 
 from distill.core.ranks import is_main_process
 from distill.data.collator import BatchColumns, Collator, Row
@@ -233,8 +234,6 @@ class MixtureModel(nn.Module):
 
     def generate(self, **arguments: Any) -> Any:
         """Return what `generate` of transformers does, with tokens sampled from the mixture."""
-        from transformers import LogitsProcessorList
-
         first: Any = self.members[0]
         return first.generate(**arguments, logits_processor=LogitsProcessorList([self._mix_scores]))
 
