@@ -326,6 +326,20 @@ FAULTS = [
         "dx = y * dy",
         "softmax",
     ),
+    Fault(
+        "experts' gradient without the router's weight",
+        "distill_kernels/layers/experts.py",
+        "        da *= weight[:, None]",
+        "        da *= 1.0",
+        "experts: silu",
+    ),
+    Fault(
+        "experts' biases left out of the backward",
+        "distill_kernels/layers/experts.py",
+        "            up += up_bias\n        offset = ",
+        "            up += 0 * up_bias\n        offset = ",
+        "experts: clamped silu, biases, interleaved",
+    ),
     # what kernels and references share, against the definition
     Fault(
         "divergences without T squared",

@@ -1,8 +1,10 @@
 """The doctor's checks of each kernel on this machine: wrong results and processes that end are findings."""
 
 import functools
+import importlib
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -131,6 +133,14 @@ def test_every_compiled_kernel_has_an_example_or_a_reason():
     assert compiled - launched == NOT_LAUNCHED
 
 
+@pytest.fixture(scope="module")
+def all_imported():
+    """Kernels are made for the interpreter where it is chosen when their module is imported, and tests unset it."""
+    for module in pkgutil.walk_packages(distill_kernels.__path__, "distill_kernels."):
+        importlib.import_module(module.name)
+
+
+@pytest.mark.usefixtures("all_imported")
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_result_that_is_off_by_a_hundredth_fails(name, monkeypatch):
     """The third result, after the exact one and that of the reference in fp32, is the one that is judged."""

@@ -56,7 +56,8 @@ def results_of(example: Example, tensors: dict[str, Tensor]) -> list[Tensor]:
     outputs: list[Tensor] = [made] if isinstance(made, Tensor) else list(made)
     if not learned:
         return outputs
-    weights = [floats(*x.shape) if x.dim() else 1.0 for x in outputs]
+    # drawn apart from the inputs: a norm's gradient along its own input is 0, whatever is wrong with it
+    weights = [floats(*x.shape, seed=7919 + place) if x.dim() else 1.0 for place, x in enumerate(outputs)]
     wide = [x if x.dtype == torch.float64 else x.float() for x in outputs]
     parts = [(x * (y.to(x.device) if isinstance(y, Tensor) else y)).sum() for x, y in zip(wide, weights, strict=True)]
     return [*outputs, *torch.autograd.grad(torch.stack(parts).sum(), [given[name] for name in learned])]

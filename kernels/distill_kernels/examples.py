@@ -18,6 +18,7 @@ from torch import nn
 import distill_kernels as ours
 from distill_kernels.launch import INTERPRETER, DeviceFacts
 from distill_kernels.layers.attention_relation import relation_divergence
+from distill_kernels.layers.experts import experts
 from distill_kernels.layers.state_distance import state_distance
 from distill_kernels.losses import DIVERGENCES
 from distill_kernels.losses.policy_reference import KL_ESTIMATORS
@@ -797,4 +798,37 @@ def _layers() -> dict[str, Example]:
     }
 
 
-EXAMPLES: dict[str, Example] = PUBLIC | _divergences() | _losses() | _attention() | _quantisers() | _layers()
+def _mixture(**settings: Any) -> Callable[..., torch.Tensor]:
+    def run(
+        x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, *rest: torch.Tensor, **named: Any
+    ) -> torch.Tensor:
+        return experts(x, index, shares, *rest, **named, **settings)
+
+    return run
+
+
+def _experts() -> dict[str, Example]:
+    """Return mixtures of four experts, of which each token has two and the last has none."""
+    tensors: dict[str, Make] = {
+        "x": ROWS["x"],
+        "index": lambda s: floats(s.rows, 3, seed=1).argsort(-1)[:, :2].contiguous(),
+        "shares": lambda s: floats(s.rows, 2, seed=2).softmax(-1),
+        "gate_up": lambda s: weights(8 * s.hidden, s.hidden).view(4, 2 * s.hidden, s.hidden),
+        "down": lambda s: weights(4 * s.hidden, s.hidden, seed=1).view(4, s.hidden, s.hidden),
+    }
+    biases: dict[str, Make] = {
+        "gate_up_bias": lambda s: floats(4, 2 * s.hidden, seed=5),
+        "down_bias": lambda s: floats(4, s.hidden, seed=6),
+    }
+    clamped = _mixture(activation="clamped_silu", interleaved=True, alpha=1.702, limit=1.5)
+    return {
+        "experts: silu": call(_mixture(), "x shares gate_up down", **tensors),
+        "experts: clamped silu, biases, interleaved": call(
+            clamped, "x shares gate_up down gate_up_bias down_bias", **tensors, **biases
+        ),
+    }
+
+
+EXAMPLES: dict[str, Example] = (
+    PUBLIC | _divergences() | _losses() | _attention() | _quantisers() | _layers() | _experts()
+)

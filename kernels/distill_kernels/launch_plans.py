@@ -213,7 +213,7 @@ def picker(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # `object` in a torch without it
     """Watches one call of a launcher: PyTorch's operators as a dispatch mode, Triton's launches through `launch`.
 
     Args:

@@ -137,3 +137,8 @@ def _dequantised_product(
 
 # [M, K] e4m3 times [K, N] e4m3, with scales of rows and of columns
 scaled_mm: Any = internal(torch, "_scaled_mm", _dequantised_product, "fp8 products are computed in float32, slowly")
+
+# [S, K] times [E, K, N] by groups of rows; None: a product a group, and the host waits for the groups' ends
+grouped_gemm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # from PyTorch 2.10 on
+if grouped_gemm is None:
+    grouped_gemm = internal(torch, "_grouped_mm", None, "a mixture's experts are multiplied one by one, slowly")

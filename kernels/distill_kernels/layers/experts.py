@@ -28,6 +28,7 @@ import torch
 
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
+from distill_kernels.torch_internals import grouped_gemm
 
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_silu")
@@ -597,9 +598,8 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
     `torch.nn.functional.grouped_mm`, or `torch._grouped_mm` before PyTorch 2.10. On a CPU one `mm` a group: torch's
     does not take every dtype and alignment there, and nothing waits for the host on a CPU.
     """
-    if a.is_cuda:
-        function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # type: ignore[attr-defined]
-        product: torch.Tensor = function(a, b, offs=ends)
+    if a.is_cuda and grouped_gemm is not None:
+        product: torch.Tensor = grouped_gemm(a, b, offs=ends)
         return product
     by_rows = b.dim() == 3
     out = a.new_zeros((a.shape[0], b.shape[2]) if by_rows else (len(ends), a.shape[0], b.shape[1]))
