@@ -22,7 +22,7 @@ FAMILIES = {
     "gpt_oss": (BOTH, BOTH),
     "granitemoe": ({"experts"}, BOTH),
     "hunyuan_v1_moe": ({"experts"}, {"experts"}),
-    "minimax_m2": (BOTH, BOTH),
+    "minimax_m2": (BOTH | {"sparse_block"}, BOTH | {"sparse_block"}),
     "mixtral": (BOTH | {"sparse_block"}, BOTH | {"sparse_block"}),
     "olmoe": ({"experts"}, BOTH | {"sparse_block"}),
     "phimoe": ({"experts"}, {"experts"}),
