@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from distill_kernels.layers.experts import experts
-from scripts.families import checks
 
 from distill.models.patch import experts as patched_experts
 from distill.models.patch.patching import patch, unpatch
+from scripts.families import checks
 
 # what is replaced of a layer in fp64, where most routers keep their fp32 softmax, and in fp32
 BOTH = {"experts", "router"}
