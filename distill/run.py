@@ -22,6 +22,7 @@ Mistakes of the user are found before the run's folder exists. Then `<output_dir
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -145,7 +146,7 @@ def _run_stages(
         check_export(stages)
     before: tuple[Path, ...] = ()
     for own, stage in earlier:
-        finished = bool(resume) and broadcast_from_rank0(lambda own=own: finished_result(own) is not None)
+        finished = bool(resume) and broadcast_from_rank0(functools.partial(finished_result, own)) is not None
         if is_main_process():
             console.print_lines(f"{'stage':<12}{own}{', finished' if finished else ''}")
         if finished:
@@ -153,7 +154,7 @@ def _run_stages(
         else:
             _run_one(stage, own, process, resume, None, plugin, before)
         # read before the next stage loads it: a damaged student would train on without a word
-        broadcast_from_rank0(lambda own=own: require_finished_student(own))
+        broadcast_from_rank0(functools.partial(require_finished_student, own))
         before = (*before, own)
     try:
         result = _run_one(recipe, folder, process, resume, lock, plugin, before)

@@ -119,15 +119,15 @@ class _Watch:
         except RuntimeError:  # nobody holds a store: joining fails in the main thread for the same reason
             return
         own = f"{os.getpid()} {socket.gethostname()}"
-        for count in itertools.count():
+        end: dict[str, object] | None = None
+        beats = itertools.count()
+        while end is None:
             try:
-                store.set(f"beat/{self.rank}", f"{count} {own}")
+                store.set(f"beat/{self.rank}", f"{next(beats)} {own}")
                 end = self._end_of_another(store)
             except RuntimeError:
                 end = {"rank": 0, "text": "its process, which holds the store of this launch, is gone", "code": 1}
-            if end is not None:
-                break
-            if self._ended.wait(POLL_S):
+            if end is None and self._ended.wait(POLL_S):
                 return
         # most errors are raised on all ranks alike: the main thread may be about to print the same line
         if self._ended.wait(GRACE_S):

@@ -15,7 +15,7 @@ everything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from distill.models.patch.recognition import (
 from distill.models.patch.residual_norms import RESIDUAL_NORM
 from distill.models.patch.swaps import (
     OTHER,
+    Kind,
     PatchReport,
     Role,
     Swap,
@@ -61,7 +62,7 @@ from distill.models.patch.swaps import (
 log = logging.getLogger(__name__)
 
 # in their order; a module gets the first swap of each line that applies to it, and none where one says why it does not
-SWAPS: tuple[tuple[Callable[[nn.Module, Role, PatchReport], Swap], ...], ...] = (
+SWAPS: tuple[tuple[Kind | type[SharedInputs], ...], ...] = (
     (LAYER_NORM, LORA_LINEAR, RMS_NORM, GATED_MLP, BIAS_GELU_MLP, ROTARY_EMBEDDING, EXPERTS, ROUTER),
     (SharedInputs,),
     (SPARSE_BLOCK,),
