@@ -33,6 +33,7 @@ from distill.models.patch.attention import (
     stop_fused_attention,
     use_fused_attention,
 )
+from distill.models.patch.corrections import correct_forward
 from distill.models.patch.experts import EXPERTS, ROUTER, SPARSE_BLOCK
 from distill.models.patch.forward_comparison import FORWARD_ERRORS
 from distill.models.patch.joined_projections import SharedInputs
@@ -102,6 +103,7 @@ def patch(
     inner = bare(model)
     if is_patched(inner):
         raise ValueError("model: it is patched already; call unpatch first")
+    correct_forward(model, survives_unpatch=False)
     report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
     with eval_mode(inner):
         for number, makers in enumerate(SWAPS if layers else ()):
