@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 
+from distill.models.head import bare
 from distill.models.patch.swaps import OTHER, Swap, apply_swap, replace_forward, restore_forward
 
 KIND = "longrope"
@@ -66,6 +68,24 @@ def short_length(model: nn.Module) -> int | None:
     """Return the length up to which a sequence gets LongRoPE's short set; None for a model without LongRoPE."""
     lengths = [limit for module in model.modules() if _is_long(module) for limit in _limits(module)]
     return min(lengths, default=None)
+
+
+def generates_with_cache(model: nn.Module, longest: int) -> bool:
+    """Return whether transformers' `generate` may keep a cache for one sequence, or for several of one length.
+
+    The keys of a sequence that outgrows the short set have to be computed again: Phi-3's classes drop the cache there,
+    others go on with it.
+
+    Args:
+        model: A model of transformers, bare or inside PEFT.
+        longest: Tokens of the longest sequence that there will be.
+    """
+    inner: Any = bare(model)
+    limit = short_length(inner)
+    if limit is None or longest <= limit:
+        return True
+    overrides = type(inner).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return overrides and getattr(inner.config, "original_max_position_embeddings", None) == limit
 
 
 def rope_by_document(model: nn.Module, *, survives_unpatch: bool = True) -> None:
