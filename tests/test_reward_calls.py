@@ -175,7 +175,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
     tokenizer = tiny_tokenizer()
     splits = load_data(recipe.data, tokenizer, seed=0)
     documents = documents_of(COLLATE([*splits.train, *splits.validation]))
-    return documents, rewards_from_recipe(recipe, tokenizer, b"").function_input, tokenizer
+    return documents, rewards_from_recipe(recipe, tokenizer, b"", [tokenizer.eos_token_id]).function_input, tokenizer
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "none"])

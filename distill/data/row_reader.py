@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distill.data.known_columns import CHAT, MEDIA, PROMPTS, REASONING, TEXT, is_blank
 from distill.data.read_messages import Conversation, read_history, read_messages, read_tools
 from distill.data.rows import Row, RowFault, TableRow
+from distill.data.sampled_rows import SampledIds
 
 if TYPE_CHECKING:
     from distill.data.formats import Format
@@ -37,6 +38,8 @@ class Sample(NamedTuple):
         tools: JSON schemas of the tools available in a chat.
         first_trained: Index of the first message that may be trained on.
         unread: What of the row is not read.
+        sampled: Token ids of the prompt and the answer, of a row that `distill sample` wrote.
+        truncated: The answer was cut off when it was generated: it has no end.
     """
 
     text: str | None = None
@@ -45,6 +48,8 @@ class Sample(NamedTuple):
     tools: Tools = None
     first_trained: int = 0
     unread: tuple[Unread, ...] = ()
+    sampled: SampledIds | None = None
+    truncated: bool = False
 
 
 class RowReader:
