@@ -12,11 +12,15 @@ from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
+from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.data.sampled_rows import COLUMNS, OTHER_TOKENS
+from distill.generation.documents import documents_of
+from distill.generation.reward_rows import row_table_from_recipe
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.run import run
+from distill.teachers.registry import source_of
 
 END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
 RECIPE = """
@@ -120,8 +124,7 @@ TEACHERS = {
 }
 # how a student with another tokenizer and its own layout of reasoning and calls writes the same
 OTHER_TEMPLATE = (
-    BEGIN
-    + "{% if message['reasoning_content'] %}(thinks {{ message['reasoning_content'] }}){% endif %}"
+    BEGIN + "{% if message['reasoning_content'] %}(thinks {{ message['reasoning_content'] }}){% endif %}"
     "{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}(calls {{ call['function']['name'] }} "
     "{{ call['function']['arguments'] | tojson }}){% endfor %}<|end|>\n" + PROMPT + "{% endif %}"
@@ -371,3 +374,41 @@ def test_the_command_tells_how_many_were_not_written(place, capsys):
     assert run_command(arguments) == 0
     out = capsys.readouterr().out
     assert "1 response not written: the student reads other tokens" in out and "4 responses, " in out
+
+
+@pytest.mark.parametrize("kind", ["reasoning", "calls"])
+def test_a_teacher_that_reads_more_scores_the_sampled_ids(kind, place):
+    folder, tokenizer = place(kind), tokenizer_of(kind)
+    _, rows = sampled(folder)
+    hint = "Remember that the sum is five."
+    recipe = parse(RECIPE, [f"teacher.context={{template: '{hint}', place: system}}", "data.packing=false"])
+    splits = source_of(recipe).vocabulary().read(recipe.data, 0)
+    found = [*splits.train, *splits.validation]
+    assert len(found) == len(rows) and splits.report.by_ids == len(rows)
+    by_prompt = {tuple(row["prompt_ids"]): row for row in rows}
+    for document in found:
+        learned = [label for label in document["labels"] if label != -100]
+        prompt = document["input_ids"][: -len(learned)]
+        row = by_prompt[tuple(prompt)]
+        assert learned == row["completion_ids"] == document["teacher_input_ids"][-len(learned) :]
+        teacher_prompt = tokenizer.decode(document["teacher_input_ids"][: -len(learned)])
+        assert hint in teacher_prompt and row["prompt"] in teacher_prompt and hint not in tokenizer.decode(prompt)
+        assert teacher_prompt.endswith(tokenizer.decode(prompt)[-len("<|start|>assistant\n") :])
+
+
+def test_rewards_find_the_rows_of_sampled_answers(place):
+    folder, tokenizer = place("calls"), tokenizer_of("calls")
+    _, rows = sampled(folder)
+    changed = [row | {"right": number} for number, row in enumerate(rows)]
+    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, changed)))
+    recipe = parse(RECIPE, ["data.on_policy={samples: 2, max_new_tokens: 4}", "data.packing=false"])
+    splits = load_data(recipe.data, tokenizer, seed=0)
+    table = row_table_from_recipe(recipe, tokenizer, [tokenizer.eos_token_id])
+    found = documents_of(Collator(2)([*splits.train, *splits.validation]))
+    assert len(found) == len(rows)
+    for document in found:
+        answer = document.ids[len(document.prompt) :]
+        given = table.function_input(document, answer)
+        row = rows[given.row["right"]]
+        assert answer == row["completion_ids"] and given.answer == row["completion"], "special tokens included"
+        assert given.prompt == [{"role": "user", "content": row["prompt"]}]
