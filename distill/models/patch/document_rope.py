@@ -160,7 +160,7 @@ def _add_positions(
     given = args[0] if args else kwargs.get("input_ids")
     limit = short_length(decoder)
     several = isinstance(given, torch.Tensor) and limit is not None and len(given) > 1 and given.shape[1] > limit
-    if mask is None and several and not decoder.__dict__.get(WARNED):
+    if isinstance(given, torch.Tensor) and mask is None and several and not decoder.__dict__.get(WARNED):
         decoder.__dict__[WARNED] = True
         log.warning(
             "%s: rows of %d tokens without position_ids or attention_mask: each is rotated as one document of that "
