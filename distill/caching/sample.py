@@ -208,7 +208,7 @@ def _run_reads_text(recipe: Recipe, vocabulary: str) -> bool:
     """Return whether a run of this recipe reads the text of responses: its tokens are not those of `vocabulary`."""
     if recipe.student.vocabulary == "cross":
         return True
-    section = files_of(source_of(recipe)).tokenizer_section()
+    section = source_of(recipe).tokenizer_section()
     return vocabulary_hash(load_tokenizer(section, "teacher")) != vocabulary
 
 
