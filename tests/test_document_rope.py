@@ -8,11 +8,13 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
+import distill
 from distill.data.collator import Collator
 from distill.models.load.loading import load_student, load_teacher
 from distill.models.patch.document_rope import document_lengths, follows_length, rope_by_document
 from distill.models.patch.packed import packing_problem
 from distill.recipe import parse
+from distill.teachers.objective import DistillationObjective
 from distill.training.trainer import DistillationTrainer
 
 LIMIT = 16  # tokens that the short set is for
@@ -93,3 +95,66 @@ def test_loaded_models_and_the_trainers_batches_go_by_documents(tmp_path):
         alone = teacher(input_ids=torch.tensor([documents()[0]]), use_cache=False).logits[0]
     assert torch.allclose(padded[0, : LENGTHS[0]], alone, atol=1e-5)
     assert not follows_length(tiny_model())
+
+
+def losses_alone(model, teacher=None):
+    """Return the sum of each document's loss, computed one document at a time by models as transformers has them."""
+    total = 0.0
+    for ids in documents():
+        given = torch.tensor([ids])
+        logits = model(input_ids=given, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        if teacher is None:
+            total -= logits.gather(1, given[0, 1:, None]).sum().item()
+            continue
+        target = teacher(input_ids=given, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        total += (target.exp() * (target - logits)).sum().item()
+    return total
+
+
+def padded_with_mask(side):
+    """Return a batch of a custom loop: a tokenizer's padding, its mask, labels; no positions."""
+    width = max(LENGTHS)
+    batch = {"input_ids": [], "attention_mask": [], "labels": []}
+    for ids in documents():
+        padding = width - len(ids)
+        before, after = (padding, 0) if side == "left" else (0, padding)
+        batch["input_ids"].append([2] * before + ids + [2] * after)
+        batch["attention_mask"].append([0] * before + [1] * len(ids) + [0] * after)
+        # the first token of a document is predicted from nothing
+        batch["labels"].append([-100] * (before + 1) + ids[1:] + [-100] * after)
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_objective_alone_gives_each_document_its_loss(kind, side):
+    expected = losses_alone(make(kind), make(kind, seed=1))
+    student, teacher = make(kind), make(kind, seed=1)
+    objective = DistillationObjective(teacher, student)
+    given = objective.student_inputs(padded_with_mask(side), num_items=1)
+    assert student(**given)["loss"].item() == pytest.approx(expected, rel=1e-4)
+    packed = Collator(2)([{key: [*itertools.chain(*(row[key] for row in rows()))] for key in rows()[0]}])
+    assert student(**objective.student_inputs(packed, num_items=1))["loss"].item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_patch_alone_gives_each_document_its_loss(kind, layers, side):
+    expected, model, plain = losses_alone(make(kind)), make(kind), make(kind)
+    distill.patch(model, layers=layers)
+    batch = padded_with_mask(side)
+    count = int((batch["labels"] != -100).sum())
+    assert model(**batch).loss.item() * count == pytest.approx(expected, rel=1e-4)
+    assert plain(**batch).loss.item() * count != pytest.approx(expected, rel=1e-4), "and the test can fail"
+    distill.unpatch(model)
+    assert torch.equal(model(**batch).logits, plain(**batch).logits), "unpatch gives transformers' own back"
+
+
+def test_padding_that_nothing_tells_of_is_named(caplog):
+    model = make("phi3")
+    rope_by_document(model)
+    ids = padded_with_mask("right")["input_ids"]
+    for _ in range(2):
+        model(input_ids=ids)
+    assert caplog.text.count("without position_ids or attention_mask") == 1

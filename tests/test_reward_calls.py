@@ -15,6 +15,7 @@ from distill.generation.documents import documents_of
 from distill.generation.environment import EnvironmentFunction
 from distill.generation.function_calls import Call, FunctionInput, RewardFunction
 from distill.generation.reward_rows import rewards_from_recipe
+from distill.generation.stopping import response_text
 from distill.recipe import parse
 
 TERM = {"type": "policy_gradient", "reward": "mine.py:mine"}
@@ -175,7 +176,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
     tokenizer = tiny_tokenizer()
     splits = load_data(recipe.data, tokenizer, seed=0)
     documents = documents_of(COLLATE([*splits.train, *splits.validation]))
-    return documents, rewards_from_recipe(recipe, tokenizer, b"").function_input, tokenizer
+    return documents, rewards_from_recipe(recipe, tokenizer, b"", [tokenizer.eos_token_id]).function_input, tokenizer
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "none"])
@@ -190,6 +191,19 @@ def test_a_response_is_matched_to_its_row(tmp_path, template):
         assert found.location == f"row {said} of {tmp_path / 'rows.jsonl'}"
         prompt = f"Say {int(said) % 5}."
         assert found.prompt == ([{"role": "user", "content": prompt}] if template == "tokenizer" else f"{prompt}\n")
+
+
+def test_a_reward_gets_the_text_that_an_environment_gets(tmp_path):
+    """With special tokens, such as those around a tool call, and without the token that ended it."""
+    documents, question, tokenizer = table(tmp_path, [{"prompt": f"Say {n}.", "completion": "yes"} for n in range(3)])
+    for text, expected in (
+        ("<|start|>call<|end|>", "<|start|>call"),
+        ("<|start|>cut off", "<|start|>cut off"),
+        ("one<|end|>two<|end|>", "one<|end|>two"),
+        ("<|end|>", ""),
+    ):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert question(documents[0], ids).answer == expected == response_text(tokenizer, ids, [tokenizer.eos_token_id])
 
 
 def talk(n):

@@ -95,10 +95,15 @@ def sample(
         console.print_lines(f"dropped {plural(count, 'prompt')}: {reason}")
     if result.found:
         console.print_lines(f"{plural(result.found, 'response')} already existed")
+    if result.refused:
+        console.print_lines(
+            f"{plural(result.refused, 'response')} not written: the student reads other tokens, and the text does not "
+            "give those that were sampled"
+        )
     if result.made:
         speed = result.tokens / max(result.seconds, 1e-9)
         console.print_lines(
-            f"{plural(result.made, 'response')}, {result.tokens / result.made:,.0f} tokens each, "
+            f"{plural(result.made, 'response')}, {result.tokens / (result.made + result.refused):,.0f} tokens each, "
             f"{speed:,.0f} tokens/s, {result.truncated:,} truncated at {max_new_tokens:,} tokens"
         )
     console.print_lines(f"wrote {out}; train on it with data.source={out}")

@@ -143,6 +143,10 @@ class DataReport(RowCounts):
             )
         if self.merged:
             lines.append(f"tokens across the end of the prompt, not trained on: {self.merged:,}")
+        if self.by_ids:
+            lines.append(f"trained on by their sampled token ids: {plural(self.by_ids, 'row')}")
+        if self.without_end:
+            lines.append(f"answers that were cut off, trained on without an end: {plural(self.without_end, 'row')}")
         if self.roles:
             roles = ", ".join(f"{role!r:.40} in {plural(count, 'row')}" for role, count in self.roles.items())
             lines.append(f"unusual roles, passed to the chat template unchanged: {roles}")

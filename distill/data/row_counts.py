@@ -34,6 +34,8 @@ class RowCounts:
         rewritten: Number of chats with one example per turn, since the template rewrites earlier turns.
         unrendered: Number of rows trained on without a field, by field that the template does not render.
         merged: Number of chats and pairs in which one token spans the end of the prompt; it is not trained on.
+        by_ids: Number of rows trained on by the token ids that were sampled (`distill sample`).
+        without_end: Number of rows whose answers were cut off when they were generated: no end is trained on.
         roles: Number of rows by unusual role, which is passed to the template unchanged.
         unread: Number of rows by column, or key of messages (`messages.KEY`), that holds something and is not read.
         unread_words: Number of them in which it carries words of the conversation.
@@ -47,6 +49,8 @@ class RowCounts:
     rewritten: int = 0
     unrendered: Counter[str] = field(default_factory=Counter)
     merged: int = 0
+    by_ids: int = 0
+    without_end: int = 0
     roles: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     unread_words: Counter[str] = field(default_factory=Counter)
@@ -92,6 +96,8 @@ class RowCounts:
         self.rewritten += other.rewritten
         self.unrendered.update(other.unrendered)
         self.merged += other.merged
+        self.by_ids += other.by_ids
+        self.without_end += other.without_end
         self.roles.update(other.roles)
         self.unread.update(other.unread)
         self.unread_words.update(other.unread_words)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distill.data.known_columns import CHAT, MEDIA, PROMPTS, REASONING, TEXT, is_blank
 from distill.data.read_messages import Conversation, read_history, read_messages, read_tools
 from distill.data.rows import Row, RowFault, TableRow
+from distill.data.sampled_rows import COLUMNS as SAMPLED_COLUMNS
+from distill.data.sampled_rows import SAMPLED, SampledIds
 
 if TYPE_CHECKING:
     from distill.data.formats import Format
@@ -37,6 +39,8 @@ class Sample(NamedTuple):
         tools: JSON schemas of the tools available in a chat.
         first_trained: Index of the first message that may be trained on.
         unread: What of the row is not read.
+        sampled: Token ids of the prompt and the answer, of a row that `distill sample` wrote.
+        truncated: The answer was cut off when it was generated: it has no end.
     """
 
     text: str | None = None
@@ -45,6 +49,8 @@ class Sample(NamedTuple):
     tools: Tools = None
     first_trained: int = 0
     unread: tuple[Unread, ...] = ()
+    sampled: SampledIds | None = None
+    truncated: bool = False
 
 
 class RowReader:
@@ -213,7 +219,9 @@ class RowReader:
 
     def _name_unread(self, sample: Sample) -> None:
         used = [message["content"] for message in sample.messages or ()] + [sample.prompt or "", sample.text or ""]
-        self.unread += self.format.unread_columns(self.row, [text for text in used if isinstance(text, str)])
+        unread = self.format.unread_columns(self.row, [text for text in used if isinstance(text, str)])
+        # columns of `distill sample` are read by the encoders
+        self.unread += [item for item in unread if SAMPLED not in self.row or item.name not in SAMPLED_COLUMNS]
         variables = self._value("chat_template_kwargs")
         if isinstance(variables, Mapping):
             known = {*self.format.template_reads, *self.format.ignored}

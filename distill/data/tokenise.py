@@ -22,6 +22,7 @@ from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, Span, TrainingChat
 from distill.data.row_counts import RowCounts
 from distill.data.rows import Row, RowFault
+from distill.data.sampled_rows import TRUNCATED, sampled_ids, vocabulary_hash
 from distill.data.token_cache import tokenizer_hash
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ BLOCK = 1 << 16  # characters per text for the tokenizer: some take quadratic ti
 CALL = 1 << 19  # characters per call of the tokenizer, whose result takes some 200 bytes per token
 TOO_LONG = "prompt longer than data.max_length"
 FEW = 4  # average characters per token
+TAIL = 64  # characters by which the end of a content is told from what a template writes after it
 HELD = 1 << 23  # largest number of characters of chats that wait for the tokenizer
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -73,6 +75,7 @@ class MaskedText(NamedTuple):
         spans: Character ranges to train on.
         templated: Whether a chat template has written it, including begin and end tokens.
         origin: Hash of the text, or of the conversation that it is a part of.
+        ended: Whether the token that ends a text follows, unless it is `templated`.
     """
 
     number: int
@@ -80,6 +83,7 @@ class MaskedText(NamedTuple):
     spans: list[Span]
     templated: bool
     origin: int
+    ended: bool = True
 
     def cut(self) -> tuple[str, str]:
         """Return the text before the first span, and the rest."""
@@ -122,7 +126,11 @@ class RowEncoder:
             raise row
         sample = self.format.sample(row)
         tally.see_unread(sample.unread)
-        return sample
+        if self.format.kind in ("text", "prompts"):
+            return sample
+        sampled = sampled_ids(row)
+        truncated = row.get(TRUNCATED) is True or (sampled is not None and not sampled.ended)
+        return sample._replace(sampled=sampled, truncated=truncated)
 
 
 class Encoder(RowEncoder):
@@ -164,10 +172,17 @@ class Encoder(RowEncoder):
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
+                if self.takes_ids(sample):
+                    ids, labels, origin = self.sampled_piece(sample, tally)
+                    tally.truncated += len(ids) > self.max_length
+                    yield Piece(ids[: self.max_length], labels[: self.max_length], origin)
+                    continue
                 if sample.messages is None and sample.prompt is None:
                     texts.append((number, encodable(sample.text or "")))
                     continue
+                sample = self.as_text(sample)
                 made = self.chat(sample)
+                tally.without_end += sample.truncated
                 waiting += self.partly(number, sample, made)
                 tally.see_chat(made)
                 tally.see_roles(sample.messages or ())
@@ -178,6 +193,53 @@ class Encoder(RowEncoder):
         for (number, text), blocks in groupby(self._blocks_of(texts), key=lambda block: block[0]):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         yield from self._pieces(waiting, tally)
+
+    def takes_ids(self, sample: Sample) -> bool:
+        """Return whether a row is trained on by its sampled token ids: they are of this tokenizer's vocabulary.
+
+        Reasoning that `data.reasoning` drops has to be found in the text.
+        """
+        sampled = sample.sampled
+        return sampled is not None and sampled.vocabulary == self._vocabulary and self.options.reasoning != "drop"
+
+    @functools.cached_property
+    def _vocabulary(self) -> str:
+        return vocabulary_hash(self.tokenizer)
+
+    def as_text(self, sample: Sample) -> Sample:
+        """Return a row that is trained on by its text, with its answer in parts where it has any.
+
+        Raises:
+            RowFault: The text of an answer does not lead back to the ids that were sampled.
+        """
+        sampled = sample.sampled
+        if sampled is None:
+            return sample
+        if sampled.vocabulary != self._vocabulary:
+            sampled.require_text()
+        return with_parts(sample)
+
+    def sampled_piece(self, sample: Sample, tally: RowCounts) -> Piece:
+        """Return a row's sampled ids as a document, of any length: the answer alone is trained on.
+
+        Raises:
+            RowFault: An id that the tokenizer lacks, an empty answer, or a prompt that leaves no room for it.
+        """
+        assert sample.sampled is not None
+        prompt, completion = sample.sampled.prompt, sample.sampled.completion
+        if (largest := max(*prompt, *completion)) >= len(self.tokenizer):
+            raise RowFault("wrong type", f"token id {largest:,}, and the tokenizer has {len(self.tokenizer):,}")
+        text = self.tokenizer.decode(completion, skip_special_tokens=True)
+        if self.options.empty_answers == "drop" and not text.strip():
+            raise RowFault("empty", "a sampled answer without content; data.empty_answers: keep trains on it")
+        if len(prompt) >= self.max_length:
+            raise RowFault(TOO_LONG, f"{len(prompt) + len(completion)} tokens")
+        tally.by_ids += 1
+        tally.without_end += sample.truncated
+        tally.see_roles(sample.messages or ())
+        ids = np.array([*prompt, *completion], dtype=np.int32)
+        labels = _labels(ids, np.arange(len(ids)) >= len(prompt))
+        return Piece(ids, labels, text_hash(",".join(map(str, ids.tolist()))))
 
     def _pieces(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[Piece]:
         """Yield chats and pairs as documents, without examples that are too long, which are counted."""
@@ -242,10 +304,15 @@ class Encoder(RowEncoder):
                 text, templated = self.end_text, "rendered" in self.format.columns
                 whole, span = encodable(prompt + text), (len(prompt), len(prompt) + len(text))
                 return [MaskedText(number, whole, [span], templated, text_hash(whole))]
-            whole = encodable(prompt + text)
-            return [MaskedText(number, whole, [(len(prompt), len(prompt) + len(text))], False, text_hash(whole))]
+            whole, span = encodable(prompt + text), (len(prompt), len(prompt) + len(text))
+            return [MaskedText(number, whole, [span], False, text_hash(whole), not sample.truncated)]
         origin = text_hash(encodable(made.examples[-1].text))
-        return [MaskedText(number, encodable(each.text), each.spans, True, origin) for each in made.examples]
+        examples = made.examples
+        if sample.truncated and examples[-1].turns[-1] == len(sample.messages) - 1:
+            assert self.template is not None
+            last = without_end(examples[-1], str(sample.messages[-1].get("content") or ""), self.template.special)
+            examples = [*examples[:-1], last]
+        return [MaskedText(number, encodable(each.text), each.spans, True, origin) for each in examples]
 
     def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
         """Yield the texts block by block, each with its text and int32 ids, several blocks per tokenizer call."""
@@ -314,6 +381,7 @@ class Encoder(RowEncoder):
         for part, (ids, learned, merged) in zip(parts, self._tokens(parts), strict=True):
             if not part.templated:  # a template writes begin and end tokens itself
                 before, last = self.around(ids)
+                last = last if part.ended else []
                 ids = np.concatenate([before, ids, last]).astype(np.int32)
                 learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
             labels = _labels(ids, learned)
@@ -334,7 +402,7 @@ class Encoder(RowEncoder):
         encoded = self.tokenizer(
             [part.text for part in parts], add_special_tokens=False, return_offsets_mapping=fast, verbose=False
         )
-        for number, (_, text, spans, _, _) in enumerate(parts):
+        for number, (_, text, spans, *_) in enumerate(parts):
             ids = np.array(encoded["input_ids"][number], dtype=np.int32)
             learned = np.zeros(len(ids), dtype=bool)
             merged = False
@@ -365,6 +433,35 @@ class Encoder(RowEncoder):
         while same < min(len(alone), len(ids)) and alone[same] == ids[same]:
             same += 1
         return same, same < len(alone)
+
+
+def with_parts(sample: Sample) -> Sample:
+    """Return a row with its sampled answer in parts, such as reasoning and tool calls, where its text lacks them."""
+    sampled = sample.sampled
+    if sampled is None or sampled.message is None or sample.messages is None:
+        return sample
+    return sample._replace(messages=[*sample.messages[:-1], sampled.message])
+
+
+def without_end(example: RenderedChat, content: str, special: re.Pattern[str]) -> RenderedChat:
+    """Return an example whose last turn was cut off, up to where its content ends.
+
+    Args:
+        example: Rendered chat, whose last span ends with what the template closes a turn with.
+        content: Content of the last turn.
+        special: Pattern of the tokenizer's special tokens; those that the content ends with stay.
+    """
+    start, stop = example.spans[-1]
+    text, tail = example.text[:stop], content.rstrip()[-TAIL:]
+    for match in reversed(list(special.finditer(text, start))):
+        if (tail and text.rstrip().endswith(tail)) or text[match.end() :].strip():
+            break
+        text = text[: match.start()]
+    # white space at the end was sampled as far as the content has it
+    written, sampled = text.rstrip(), content[len(content.rstrip()) :]
+    end = len(written) + (len(sampled) if text.startswith(sampled, len(written)) else 0)
+    text = text[: max(start, end)]
+    return example._replace(text=text, spans=[*example.spans[:-1], (start, len(text))])
 
 
 def tokens_before_text(tokenizer: Any) -> list[int]:

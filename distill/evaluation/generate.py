@@ -15,6 +15,7 @@ from distill.generation.greedy import Turn, encode_prompt
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import end_tokens, override_generation_config
 from distill.generation.support_check import unsupported_reason
+from distill.models.patch.document_rope import generates_with_cache
 from distill.models.patch.triton_only import use_triton_only
 
 
@@ -65,11 +66,12 @@ def stream(
     device = next(model.parameters()).device
     ids = encode_prompt(tokenizer, prompt).to(device)
     streamer = Stream(tokenizer, write)
+    use_cache = generates_with_cache(model, ids.shape[1] + max_new_tokens)
     ends = end_tokens(tokenizer, model, None)
     with override_generation_config(
         model, max_new_tokens=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends
     ):
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=use_cache, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
 
 

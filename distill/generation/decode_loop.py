@@ -34,7 +34,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedStepFactory
-from distill.generation.ragged_cache import attention_for_ragged_cache, prefill
+from distill.generation.ragged_cache import attention_for_ragged_cache, prefill_sequences
 from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.sequence_slots import SequenceSlots, copy_to_host
 from distill.generation.shared_prefixes import order_by_prefix
@@ -42,6 +42,7 @@ from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.layers import is_offloaded
+from distill.models.patch.document_rope import rope_by_document, short_length
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ class DecodeLoop(Engine):
         self.buffers: list[SequenceSlots] = []  # most recently used last
         self.fused_step_factory = FusedStepFactory(model, settings.autocast, settings.vocab_size, settings.fused)
         self.stream = torch.cuda.Stream(self.device) if self.replays else None
+        rope_by_document(model)
+        self.short_length = short_length(self.inner)  # where LongRoPE takes other frequencies for longer sequences
 
     def run(self, request: Request) -> Generated:
         prompts, limits = request.prompts, request.limits
@@ -196,8 +199,12 @@ class DecodeLoop(Engine):
         return result
 
     def _generate_batches(self, request: Request, slots: SequenceSlots) -> Generated:
-        """Generate by continuous batching: finished sequences free their sequence slots for waiting prompts."""
-        prompts, limits, _, sampling, *_ = request
+        """Generate by continuous batching: finished sequences free their sequence slots for waiting prompts.
+
+        A sequence of LongRoPE that outgrows the short set stops there, and waits as a prompt of its tokens so far:
+        all of its cached keys have to be computed again.
+        """
+        prompts, _, _, sampling, *_ = request
         responses = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         waiting, active = deque(range(len(prompts))), dict[int, int]()
         steps_per_replay, check_every = (
@@ -210,10 +217,11 @@ class DecodeLoop(Engine):
             free = [slot for slot in range(slots.batch) if slot not in active]
             if waiting and (not active or len(free) >= slots.batch * MIN_FREE_FRACTION):
                 assigned = {slot: waiting.popleft() for slot in free[: len(waiting)]}
-                self._prefill(request, assigned, slots)
+                self._prefill(request, responses, assigned, slots)
                 active |= assigned
-                made = [0 if slot in assigned else count for slot, count in enumerate(made)]
-            left = max(limits[number] - made[slot] for slot, number in active.items())
+                for slot, number in assigned.items():
+                    made[slot] = len(responses.tokens[number])
+            left = max(self._next_stop(request, responses, number) - made[slot] for slot, number in active.items())
             steps = -(-min(check_every, left) // steps_per_replay) * steps_per_replay
             for _ in range(0, steps, steps_per_replay):
                 if slots.graph is not None:
@@ -221,20 +229,32 @@ class DecodeLoop(Engine):
                 else:
                     self._step(slots, sampling)
             if unread is not None:  # while these steps run on the device
-                self._read(unread, responses, active)
+                waiting += self._read(unread, request, responses, active)
             new = (slots.generated, slots.done, slots.ended, slots.responses[:, :steps], slots.log_probs[:, :steps])
             unread = copy_to_host(*new)
             slots.column.zero_()
             made, done = unread[0].tolist(), unread[1].tolist()
             if self.settings.stop is not None or any(done[slot] for slot in active):
-                self._read(unread, responses, active)
+                waiting += self._read(unread, request, responses, active)
                 unread = None
         return responses
 
-    def _read(self, check: list[torch.Tensor], responses: Generated, active: dict[int, int]) -> None:
-        """Append the tokens sampled since the previous check, and free the slots of finished sequences."""
+    def _next_stop(self, request: Request, responses: Generated, number: int) -> int:
+        """Return the length of a response at which its sequence leaves its slot, at the latest."""
+        prompt, limit = len(request.prompts[number]), request.limits[number]
+        if self.short_length is None or prompt + len(responses.tokens[number]) > self.short_length:
+            return limit
+        return min(limit, self.short_length + 1 - prompt)
+
+    def _read(
+        self, check: list[torch.Tensor], request: Request, responses: Generated, active: dict[int, int]
+    ) -> list[int]:
+        """Append the tokens sampled since the previous check, and free the slots of finished sequences.
+
+        Returns the sequences that have to go on in another slot.
+        """
         made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in check)
-        stop = self.settings.stop
+        stop, going_on = self.settings.stop, list[int]()
         for slot, number in list(active.items()):
             own, seen = responses.tokens[number], len(responses.tokens[number])
             own += tokens[slot][: made[slot] - seen]
@@ -245,13 +265,22 @@ class DecodeLoop(Engine):
             if done[slot] or end is not None:
                 responses.truncated[number] = not ended[slot] and end is None
                 del active[slot]
+                if responses.truncated[number] and len(own) < request.limits[number]:
+                    going_on.append(number)
+        return going_on
 
-    def _prefill(self, request: Request, assigned: dict[int, int], slots: SequenceSlots) -> None:
-        """Prefill prompts into free sequence slots: `assigned` maps a slot to the index of its prompt."""
-        prompts, limits, seeds, *_ = request.of(list(assigned.values()))
-        prefill(self.decoder, prompts, list(assigned), slots.cache, slots.cached_prompts)
-        slots.cached_prompts |= dict(zip(assigned, prompts, strict=True))
-        slots.assign(list(assigned), prompts, limits, seeds)
+    def _prefill(self, request: Request, responses: Generated, assigned: dict[int, int], slots: SequenceSlots) -> None:
+        """Prefill sequences into free slots: `assigned` maps a slot to the index of its prompt."""
+        sequences = {slot: [*request.prompts[number], *responses.tokens[number]] for slot, number in assigned.items()}
+        prefill_sequences(self.decoder, sequences, slots.cache, slots.cached_prompts, self.short_length)
+        numbers = list(assigned.values())
+        slots.assign(
+            list(assigned),
+            list(sequences.values()),
+            [self._next_stop(request, responses, number) for number in numbers],
+            [request.seeds[number] for number in numbers],
+            [len(responses.tokens[number]) for number in numbers],
+        )
 
     def _slots_for(self, request: Request) -> SequenceSlots:
         """Return buffers for one batch; where they are kept, their sizes are rounded up and a step is captured.

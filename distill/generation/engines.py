@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from distill.generation.sampling import Sampling, at_least_float32
 from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
 from distill.generation.support_check import unsupported_reason
 from distill.models.head import bare
+from distill.models.patch.document_rope import generates_with_cache, rope_by_document, short_length
+from distill.models.patch.fused_loss import log_once
 
 log = logging.getLogger(__name__)
 
@@ -87,25 +90,57 @@ class TransformersEngine(Engine):
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
         self.columns, self.stop = settings.vocab_size, settings.stop
+        self._logged: set[str] = set()
+        rope_by_document(model)
 
     def run(self, request: Request) -> Generated:
-        prompts, limits, seeds, sampling, batch_size, _ = request
-        result = Generated([], [])
+        prompts, limits, _, sampling, *_ = request
+        result = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
         with torch.no_grad(), eval_mode(self.model), autocast:
-            for start in range(0, len(prompts), batch_size):
-                chosen = slice(start, start + batch_size)
-                sampler = _SeededSampler(self.columns, sampling, torch.tensor(seeds[chosen], device=self.device))
-                responses = self._generate_batch(prompts[chosen], max(limits[chosen]), sampler)
-                for drawn, log_probs, limit in zip(responses, sampler.log_probs(), limits[chosen], strict=True):
-                    tokens, truncated = truncate_at_end(drawn, limit, self.ends, self.stop)
-                    result.tokens.append(tokens)
-                    result.truncated.append(truncated)
-                    result.log_probs.append(log_probs[: len(tokens)] if self.log_probs else [])
+            for numbers, use_cache in self._batches(request):
+                batch = request.of(numbers)
+                sampler = _SeededSampler(self.columns, sampling, torch.tensor(batch.seeds, device=self.device))
+                responses = self._generate_batch(batch.prompts, max(batch.limits), sampler, use_cache)
+                for number, drawn, log_probs in zip(numbers, responses, sampler.log_probs(), strict=True):
+                    tokens, truncated = truncate_at_end(drawn, limits[number], self.ends, self.stop)
+                    result.tokens[number], result.truncated[number] = tokens, truncated
+                    result.log_probs[number] = log_probs[: len(tokens)] if self.log_probs else []
         return result
 
+    def _batches(self, request: Request) -> Iterator[tuple[list[int], bool]]:
+        """Yield the prompts of each batch, and whether it may keep a cache.
+
+        A model of LongRoPE drops the cache of a batch once, so that the sequences of one have to outgrow the short set
+        together: they are of one length. Where the number of batches must not depend on the prompts, as with a model
+        that is sharded, or where the model does not drop it, a batch that could outgrow it has no cache.
+        """
+        longest = [len(prompt) + limit for prompt, limit in zip(request.prompts, request.limits, strict=True)]
+        limit = short_length(self.inner)
+        outgrown = limit is not None and max(longest, default=0) > limit
+        keeps = not outgrown or (not self.collective and generates_with_cache(self.inner, max(longest)))
+        if not keeps:
+            log_once(
+                self._logged,
+                "cache",
+                "generating without a key-value cache, which is slow: sequences outgrow the %d tokens of LongRoPE's "
+                "short set",
+                limit,
+            )
+        order = list(range(len(request.prompts)))
+        groups = [order]
+        if outgrown and keeps:
+            wanted = [number for number in order if request.limits[number] > 0]
+            by_length = sorted(wanted, key=lambda number: len(request.prompts[number]))
+            groups = [
+                list(same) for _, same in itertools.groupby(by_length, key=lambda number: len(request.prompts[number]))
+            ]
+        for group in groups:
+            for start in range(0, len(group), request.batch_size):
+                yield group[start : start + request.batch_size], keeps
+
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: _SeededSampler
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: _SeededSampler, use_cache: bool
     ) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -114,7 +149,7 @@ class TransformersEngine(Engine):
             out = self.inner.generate(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                use_cache=True,
+                use_cache=use_cache,
                 logits_processor=LogitsProcessorList([sampler]),
                 synced_gpus=self.collective or None,
                 stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),

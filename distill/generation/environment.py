@@ -24,6 +24,7 @@ from distill.data.chat import ChatTemplate
 from distill.data.sources import RowFault
 from distill.generation.documents import Document
 from distill.generation.function_calls import Call, FunctionInput, UserFunction
+from distill.generation.stopping import response_text
 
 FIELD = "data.on_policy.environment"
 ANSWER, REPLY = "zqanswerqz", "zqreplyqz"  # in place of texts, to find them in what the template writes
@@ -142,7 +143,9 @@ class Environment:
         """
         waiting = [rollout for rollout in rollouts if not rollout.truncated and rollout.turn + 1 < self.max_turns]
         inputs = [self.function_input(rollout.document, ()) for rollout in waiting]
-        texts = [self._text_of(rollout) for rollout in waiting]
+        texts = [
+            response_text(self.chat.tokenizer, rollout.tokens[rollout.last :], self.chat.ends) for rollout in waiting
+        ]
         conversations = [
             self._conversation(function_input, [*rollout.messages, {"role": "assistant", "content": text}])
             for function_input, rollout, text in zip(inputs, waiting, texts, strict=True)
@@ -170,13 +173,6 @@ class Environment:
         if not isinstance(function_input.prompt, list):
             raise ValueError(f"{FIELD}: needs chats; {function_input.location} is a prompt with a completion")
         return [*function_input.prompt, *more]
-
-    def _text_of(self, rollout: Rollout) -> str:
-        """Return the last response as text, with special tokens such as those around a tool call, without its end."""
-        tokens = rollout.tokens[rollout.last :]
-        if tokens and tokens[-1] in self.chat.ends:
-            tokens = tokens[:-1]
-        return str(self.chat.tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _tokens_of(
         self,

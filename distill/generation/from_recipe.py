@@ -106,14 +106,14 @@ def rollouts_from_recipe(
         function = EnvironmentFunction(Path(section.environment_file), code, name, section.environment_timeout)
         chat = ChatFormat(template, tokenizer, frozenset(settings.ends))
         log = EnvironmentLog(folder, PartialState().process_index)
-        question = row_table_from_recipe(recipe, tokenizer).function_input
+        question = row_table_from_recipe(recipe, tokenizer, settings.ends).function_input
         environment = Environment(function, question, chat, section.max_turns, log)
     rewards = None
     if recipe.loss.rewarded is not None:
         from distill.generation.reward_rows import rewards_from_recipe
 
         assert code is not None, "--plugin was checked"
-        rewards = rewards_from_recipe(recipe, tokenizer, code)
+        rewards = rewards_from_recipe(recipe, tokenizer, code, settings.ends)
     return OnPolicyRollouts(
         engine,
         fraction=section.fraction,

@@ -49,7 +49,7 @@ class FunctionInput(NamedTuple):
     Attributes:
         location: the row, as error messages name it.
         prompt: the messages before the response, or the text.
-        answer: the student's response, without special tokens.
+        answer: the student's response with its special tokens, without the token that ended it.
         row: all columns of the data's row.
         tools: JSON schemas of the tools that the row declares; None for none.
     """

@@ -10,6 +10,7 @@ import torch
 from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.generation.stopping import end_tokens, override_generation_config
+from distill.models.patch.document_rope import generates_with_cache
 
 Turn = dict[str, str]  # role and content
 
@@ -33,7 +34,8 @@ def generate(
     with eval_mode(model), override_generation_config(model, max_new_tokens=max_new_tokens, pad=pad, ends=ends):
         for prompt in prompts:
             ids = encode_prompt(tokenizer, prompt).to(device)
-            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+            use_cache = generates_with_cache(model, ids.shape[1] + max_new_tokens)
+            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=use_cache)
             responses.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
             console.advance()
     return responses

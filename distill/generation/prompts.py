@@ -11,6 +11,7 @@ from distill.data.formats import FieldMap, Format, Sample, with_columns_beside
 from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS
 from distill.data.load import require_words_are_read
 from distill.data.row_counts import RowCounts
+from distill.data.sampled_rows import MESSAGE
 from distill.data.sources import Row, RowFault, open_source, prompt_lines
 from distill.data.tokenise import tokens_before_text
 
@@ -22,16 +23,28 @@ class Prompt:
     Attributes:
         ids: token ids, up to where the response begins.
         row: columns at the beginning of an output row: `prompt`, or `messages` (and `tools`).
+        text: text of the prompt, as the chat template renders it.
     """
 
     ids: list[int]
     row: dict[str, Any]
+    text: str = ""
 
-    def with_response(self, response: str) -> dict[str, Any]:
-        """Return the row with its response, in a format of `data.source`."""
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages before the response."""
+        return list(self.row.get("messages") or [{"role": "user", "content": self.row["prompt"]}])
+
+    def with_response(self, response: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the row with its response, in a format of `data.source`.
+
+        Args:
+            response: Text of the response.
+            message: The response in parts; None where its text is all of it.
+        """
         if "messages" not in self.row:
-            return self.row | {"completion": response}
-        turns = [*self.row["messages"], {"role": "assistant", "content": response}]
+            return self.row | {"completion": response} | ({MESSAGE: message} if message else {})
+        turns = [*self.row["messages"], message or {"role": "assistant", "content": response}]
         return self.row | {"messages": turns}
 
     def matches(self, row: Any) -> bool:
@@ -123,10 +136,11 @@ def _prompt(
     if sample.messages is None:
         text = sample.prompt or ""
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text})
+        return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text}, text)
     if template is None:
         raise RowFault("a chat without a chat template")
-    ids = tokenizer(template.prompt(sample.messages, sample.tools), add_special_tokens=False)["input_ids"]
+    text = template.prompt(sample.messages, sample.tools)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if is_text and len(sample.messages) == 1:
-        return Prompt(ids, {"prompt": sample.messages[0]["content"]})
-    return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}))
+        return Prompt(ids, {"prompt": sample.messages[0]["content"]}, text)
+    return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}), text)

@@ -33,6 +33,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from distill.generation.shared_prefixes import plan_prefixes
 from distill.models.patch.attention import RAGGED, implementations, refuse_other_scores
+from distill.models.patch.document_rope import as_long_documents
 from distill.models.precision.host_copy import to_device
 
 KEEPS_KEYS = ("full_attention", "sliding_attention")
@@ -235,6 +236,38 @@ def prefill(
                 layer.move(cache.packed)
     finally:
         cache.packed = None
+
+
+def prefill_sequences(
+    decoder: nn.Module,
+    sequences: Mapping[int, Sequence[int]],
+    cache: RaggedCache,
+    held: dict[int, Sequence[int]],
+    short: int | None,
+) -> None:
+    """Prefill sequences, by their rows of the cache, and note them in `held`; arguments as of `prefill`.
+
+    Args:
+        decoder: computes keys and values.
+        sequences: token ids of each sequence, by its row.
+        cache: is written to.
+        held: sequences that rows hold already; of one that has grown, what was prefilled.
+        short: Length up to which a sequence gets LongRoPE's short set; None without LongRoPE.
+    """
+    # a prefix has other keys in a sequence beyond the short set: such sequences share with each other alone
+    for is_long in (False, True):
+        here = {row: tokens for row, tokens in sequences.items() if _is_long(tokens, short) == is_long}
+        if not here:
+            continue
+        standing = {row: tokens for row, tokens in held.items() if _is_long(tokens, short) == is_long}
+        # without its last token a sequence may be as long as the short set reaches
+        with as_long_documents(decoder) if is_long else contextlib.nullcontext():
+            prefill(decoder, list(here.values()), list(here), cache, standing)
+        held |= here
+
+
+def _is_long(tokens: Sequence[int], short: int | None) -> bool:
+    return short is not None and len(tokens) > short
 
 
 def _on(device: torch.device, values: np.ndarray) -> torch.Tensor:

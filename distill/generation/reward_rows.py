@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,14 @@ from distill.data.load import format_of
 from distill.data.packing import Documents, Ragged
 from distill.data.row_counts import RowCounts
 from distill.data.rows import TableRow
+from distill.data.sampled_rows import sampled_ids
 from distill.data.sources import open_source
 from distill.data.tokenise import Batch, Encoder, RowEncoder
 from distill.data.tokenise import Document as Encoded
 from distill.generation.documents import Document
 from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.rewards import Rewards
+from distill.generation.stopping import response_text
 from distill.recipe import Recipe
 
 
@@ -104,6 +106,8 @@ class RowRecordEncoder(RowEncoder):
             return [-1]
         if self.format.kind == "prompts":
             return [len(sample.messages)]
+        if self.encoder.takes_ids(sample._replace(sampled=sampled_ids(row))):
+            return [len(sample.messages) - 1]
         own = [n for n, turn in enumerate(sample.messages) if turn["role"] == "assistant" and n >= sample.first_trained]
         return own[-1:] if self.encoder.options.train_on == "last" else own
 
@@ -149,10 +153,11 @@ class RowTable:
     Args:
         sources: sources of the training data.
         tokenizer: tokenizer of the data.
+        ends: tokens that end a response.
     """
 
-    def __init__(self, sources: Sequence[SourceRows], tokenizer: Any) -> None:
-        self.sources, self.tokenizer = sources, tokenizer
+    def __init__(self, sources: Sequence[SourceRows], tokenizer: Any, ends: Collection[int]) -> None:
+        self.sources, self.tokenizer, self.ends = sources, tokenizer, ends
         self._order = [np.argsort(each.hashes("prompts"), kind="stable") for each in sources]
         self._sorted = [each.hashes("prompts")[order] for each, order in zip(sources, self._order, strict=True)]
 
@@ -193,31 +198,32 @@ class RowTable:
     ) -> FunctionInput:
         sample, turn = source.format.sample(row), int(source.of("turns", number)[span])
         prompt = sample.prompt or "" if sample.messages is None else sample.messages[:turn]
-        text_of_response = self.tokenizer.decode(list(response), skip_special_tokens=True)
-        return FunctionInput(self._location(source, number), prompt, text_of_response, row, sample.tools)
+        answer = response_text(self.tokenizer, response, self.ends)
+        return FunctionInput(self._location(source, number), prompt, answer, row, sample.tools)
 
     @staticmethod
     def _location(source: SourceRows, number: int) -> str:
         return f"row {int(source.of('number', number)[0])} of {source.name}"
 
 
-def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
+def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Collection[int]) -> Rewards | None:
     """Return the rewards of a recipe's run, or None if its loss has none.
 
     Args:
         recipe: the run's recipe, whose reward file `--plugin` has allowed.
         tokenizer: tokenizer of the data.
         code: content of the file that the reward names.
+        ends: tokens that end a response.
     """
     if (term := recipe.loss.rewarded) is None:
         return None
     file, _, name = (term.reward or "").rpartition(":")
     function = RewardFunction(Path(file), code, name, term.reward_timeout)
-    return Rewards(function, row_table_from_recipe(recipe, tokenizer).function_input, term.reward_scale)
+    return Rewards(function, row_table_from_recipe(recipe, tokenizer, ends).function_input, term.reward_scale)
 
 
-def row_table_from_recipe(recipe: Recipe, tokenizer: Any) -> RowTable:
-    """Return the index of a recipe's training rows by their prompts; `tokenizer` of the data."""
+def row_table_from_recipe(recipe: Recipe, tokenizer: Any, ends: Collection[int]) -> RowTable:
+    """Return the index of a recipe's training rows by their prompts; arguments as of `RowTable`."""
     contexts = [section.context for section in (recipe.teacher, *recipe.teachers) if section.context is not None]
     private = [column for context in contexts for column in context.columns]
     sources = []
@@ -231,4 +237,4 @@ def row_table_from_recipe(recipe: Recipe, tokenizer: Any) -> RowTable:
             source, RowRecordEncoder(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
         sources.append(SourceRows(source.name, format, notes))
-    return RowTable(sources, tokenizer)
+    return RowTable(sources, tokenizer, ends)

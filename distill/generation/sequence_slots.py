@@ -40,22 +40,37 @@ class SequenceSlots:
         self.cached_prompts.clear()
 
     def assign(
-        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]
+        self,
+        slots: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        seeds: Sequence[int],
+        generated: Sequence[int],
     ) -> None:
-        """Assign sequences to free slots, while the other sequences continue."""
+        """Assign sequences to free slots, while the other sequences continue.
+
+        Args:
+            slots: Slot of each sequence.
+            sequences: Prompts, with the tokens that were generated before.
+            limits: Length of each response at which it stops, with those tokens.
+            seeds: Seeds of the sampled tokens.
+            generated: Number of those tokens at the end of each sequence.
+        """
         at, *started = (
             to_device(torch.tensor(values, dtype=torch.int64), self.token.device)
             for values in (
                 slots,
-                [len(prompt) for prompt in prompts],
-                [prompt[-1] for prompt in prompts],
+                [len(tokens) for tokens in sequences],
+                [tokens[-1] for tokens in sequences],
                 seeds,
                 limits,
+                generated,
             )
         )
-        for tensor, values in zip((self.cache.lengths, self.token, self.seeds, self.limits), started, strict=True):
+        states = (self.cache.lengths, self.token, self.seeds, self.limits, self.generated)
+        for tensor, values in zip(states, started, strict=True):
             tensor.index_copy_(0, at, values)
-        for tensor in (self.generated, self.done, self.ended):
+        for tensor in (self.done, self.ended):
             tensor.index_fill_(0, at, False)
 
     def sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +74,15 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
     if template is not None:
         ends |= {tokenizer.convert_tokens_to_ids(token) for token in template.closings()}
     return sorted(token for token in ends if token is not None)
+
+
+def response_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """Return a response as text, with special tokens such as those around a tool call, without the one that ended it.
+
+    What rewards, environments and `distill sample` get.
+    """
+    kept = list(tokens[:-1]) if tokens and tokens[-1] in ends else list(tokens)
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ def find_head(model: nn.Module) -> Head:
         # PEFT keeps a trained copy of the whole head beside the original
         active = owner.active_adapters
         owner = owner.modules_to_save[active[0]] if active and not owner.disable_adapters else owner.original_module
-    return Head(module, owner, owner.get_base_layer() if hasattr(owner, "lora_A") else owner)
+    return Head(module, owner, owner.get_base_layer() if _is_lora(owner) else owner)
 
 
 def read_head(head: Head) -> HeadWeights:
@@ -146,18 +146,23 @@ def read_head(head: Head) -> HeadWeights:
             f"lm_head.weight: expected float32, bfloat16 or float16, got {type(weight).__name__} of {weight.dtype}; "
             "a quantised head is not supported: leave the head out of quantisation"
         )
-    return HeadWeights(weight, linear.bias, _read_lora(head.owner) if hasattr(head.owner, "lora_A") else None)
+    return HeadWeights(weight, linear.bias, _read_lora(head.owner) if _is_lora(head.owner) else None)
 
 
 def unfusable_reason(head: Head) -> str | None:
     """Return why `read_head` refuses this head, on any device; None where it does not."""
     try:
         _expect_linear(head.linear)
-        if hasattr(head.owner, "lora_A"):
+        if _is_lora(head.owner):
             _read_lora(head.owner)
     except ValueError as error:
         return str(error)
     return None
+
+
+def _is_lora(layer: nn.Module) -> bool:
+    """Return whether a layer of PEFT is LoRA's, whose A and B are linear layers; AdaLoRA's are bare parameters."""
+    return isinstance(getattr(layer, "lora_A", None), nn.ModuleDict)
 
 
 def _expect_linear(linear: nn.Module) -> None:

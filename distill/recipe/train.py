@@ -70,7 +70,8 @@ class Train(Section):
             step has 1/W of the peak.
         weight_decay: weight decay per step, decoupled from the gradient (AdamW) and multiplied by the learning rate.
         max_grad_norm: maximum L2 norm of all gradients, which are clipped to it; 0 for no clipping.
-        optimizer: `fused_adamw` (built in; on a CPU, PyTorch's AdamW), or a name of transformers' `optim` argument.
+        optimizer: `fused_adamw` (built in; for float32 weights on a CPU, PyTorch's AdamW), or a name of transformers'
+            `optim` argument.
         optimizer_states: dtype of fused_adamw's two moments; `auto` is the dtype of the weights.
         master_weights: keep a float32 master copy of bfloat16 weights (fused_adamw); without it, updates are rounded
             stochastically.

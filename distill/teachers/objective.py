@@ -26,6 +26,7 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
+from distill.models.patch.corrections import correct_forward
 from distill.models.patch.output_rows import output_rows
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
 from distill.objectives.layer_matching import LayerMatching, layer_matching
@@ -144,6 +145,10 @@ class DistillationObjective:
             raise ValueError(reason)
         if isinstance(teacher, nn.Module):
             refuse_shared(teacher, student)
+        # before the teacher is opened, which runs it on a few tokens
+        models = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
+        for role, model in {"student": student, **models}.items():
+            correct_forward(model, field=f"{role}'s attention")
         self.teacher = as_teacher(teacher)
         rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
         self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)

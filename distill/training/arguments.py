@@ -11,7 +11,7 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from distill.models.precision.dtypes import COMPUTE, Precision
+from distill.models.precision.dtypes import COMPUTE, Precision, resolve_precision
 from distill.planning.run_plan import RunPlan
 from distill.planning.steps import FUSED
 from distill.recipe import Recipe
@@ -40,12 +40,18 @@ NOT_READ = {
 def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[Any], dict[str, Any]] | None:
     """Return FusedAdamW and its arguments for `Trainer(optimizer_cls_and_kwargs=)`; None for another optimizer.
 
-    On a CPU the same algorithm runs as torch's AdamW, which is faster there than the kernel's reference.
+    For float32 weights with float32 states on a CPU the same algorithm runs as torch's AdamW, which is faster there
+    than the kernel's reference. torch's has neither master weights, stochastic rounding nor states of another dtype.
     """
     train = recipe.train
-    if train.optimizer != FUSED or arguments.device.type == "cpu":
+    if train.optimizer != FUSED:
         return None
+    precision = resolve_precision(recipe, arguments.device)
+    # adapters are float32 whatever their base is
+    weights = torch.float32 if precision.lora else precision.student
     states = None if train.optimizer_states == "auto" else COMPUTE[train.optimizer_states]
+    if arguments.device.type == "cpu" and weights == torch.float32 and states in (None, torch.float32):
+        return None
     return FusedAdamW, {
         "lr": arguments.learning_rate,
         "betas": (arguments.adam_beta1, arguments.adam_beta2),

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, padding_token
-from distill.models.patch.attention import keep_soft_cap
-from distill.models.patch.document_rope import follows_length, rope_by_document
+from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch
@@ -83,9 +82,6 @@ class DistillationTrainer(TransformersCompat):
     ) -> None:
         overwrite_arguments(args, more)
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
-        for role, loaded_model in {"student": model, **loaded}.items():
-            keep_soft_cap(loaded_model, field=f"{role}'s attention")
-            rope_by_document(loaded_model)
         padding = padding_token(processing_class, getattr(model, "config", None))
         omit_positions = not any(map(follows_length, (model, *loaded.values())))
         collator = Collator(padding, omit_plain_positions=omit_positions, custom=data_collator)

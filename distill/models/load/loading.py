@@ -51,8 +51,7 @@ from distill.models.load.source import (
     resolve_tokenizer_source,
     tokenizer_place,
 )
-from distill.models.patch.attention import keep_soft_cap
-from distill.models.patch.document_rope import rope_by_document
+from distill.models.patch.corrections import correct_forward
 from distill.models.patch.swaps import is_patched
 from distill.models.precision.dtypes import quantised_weights
 from distill.models.precision.offload import offload_layers
@@ -171,7 +170,7 @@ def load_student(
                 "or name a student that is cut already by student.model"
             )
         student = _place(_cut(teacher, section.from_teacher, dtype, selection), device)
-        rope_by_document(student)
+        correct_forward(student)
     student.config.use_cache = False
     student.train().requires_grad_(True)
     if section.lora is None:
@@ -291,8 +290,7 @@ def _load(
             **arguments,
         )
     check_quantised(model, section, field)
-    keep_soft_cap(model, section.attention, f"{field}.attention")
-    rope_by_document(model)
+    correct_forward(model, section.attention, f"{field}.attention")
     return _place(model, device)
 
 
@@ -307,8 +305,7 @@ def _random(
         torch.manual_seed(seed)
         with loading(str(section.config), ModelSource(""), f"{field}.config"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
-    keep_soft_cap(model, section.attention, f"{field}.attention")
-    rope_by_document(model)
+    correct_forward(model, section.attention, f"{field}.attention")
     return _place(model, device)
 
 

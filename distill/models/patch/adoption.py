@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.models.head import bare
 from distill.models.load.read_weights import refuse_incomplete
-from distill.models.patch.attention import keep_soft_cap
+from distill.models.patch.corrections import correct_forward
 from distill.models.patch.fused_loss import FusedLosses
 from distill.models.patch.patching import patch as patch_parts
 from distill.models.patch.swaps import PatchReport, Role, swap_module
@@ -101,6 +101,6 @@ class AutoFusedModelForCausalLM:
         loaded: Any = AutoModelForCausalLM.from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded  # a model alone by its annotation
         refuse_incomplete(info["missing_keys"], ())  # transformers refuses other shapes unless told to ignore them
-        keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
+        correct_forward(model, kwargs.get("attn_implementation") or "auto", survives_unpatch=False)
         patch(model, role, attention=attention, keep_logits=keep_logits)
         return (model, info) if with_info else model

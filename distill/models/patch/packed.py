@@ -23,6 +23,7 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load.quantised import quantised_by_transformers
+from distill.models.patch.document_rope import KIND as LONGROPE
 
 # fields that limit what a token attends to, or how (Llama 4 sharpens attention by steps), in tokens
 LIMITS = (
@@ -48,6 +49,7 @@ KERNELS = (
     "short_conv_kernel_size",
     "ple_conv_kernel_size",
 )
+ORIGINAL = "original_max_position_embeddings"  # the length beyond which LongRoPE takes other frequencies
 LOWERED = 4  # tokens
 ROUNDINGS = 4  # documents that see each other differ by tens of percent, far more than rounding does
 CARRIES = (
@@ -186,7 +188,7 @@ def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def lowered_limits(model: nn.Module, longest: int | None = None) -> Iterator[None]:
-    """Inside, windows, chunks and selections of `model` are `LOWERED` tokens wide.
+    """Inside, windows, chunks and selections of `model` are `LOWERED` tokens wide, and LongRoPE's short set as long.
 
     Args:
         longest: Limits that are at least as large stay as they are.
@@ -201,10 +203,40 @@ def lowered_limits(model: nn.Module, longest: int | None = None) -> Iterator[Non
         for name in LIMITS
         if type(value := vars(owner).get(name)) is int and value > LOWERED and (longest is None or value < longest)
     ]
+    before += [
+        (config, ORIGINAL, value)
+        for config in (*configs, *texts)
+        if _long_ropes(config)
+        and type(value := vars(config).get(ORIGINAL)) is int
+        and value > LOWERED
+        and (longest is None or value < longest)
+    ]
+    ropes = {id(rope): rope for config in (*configs, *texts) for rope in _long_ropes(config)}
+    lengths = [
+        (rope, value)
+        for rope in ropes.values()
+        if (value := rope[ORIGINAL]) > LOWERED and (longest is None or value < longest)
+    ]
     for owner, name, _ in before:
         setattr(owner, name, LOWERED)
+    for rope, _ in lengths:
+        rope[ORIGINAL] = LOWERED
     try:
         yield
     finally:
+        for rope, value in lengths:
+            rope[ORIGINAL] = value
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _long_ropes(config: Any) -> list[dict[str, Any]]:
+    """Return the settings of LongRoPE in a configuration, of all layers or of each kind of them.
+
+    transformers copies the configuration's own `original_max_position_embeddings` into them when it reads them.
+    """
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict):
+        return []
+    kinds = [settings, *(each for each in settings.values() if isinstance(each, dict))]
+    return [each for each in kinds if each.get("rope_type") == LONGROPE]

@@ -33,6 +33,8 @@ from distill.models.patch.attention import (
     stop_fused_attention,
     use_fused_attention,
 )
+from distill.models.patch.corrections import correct_forward
+from distill.models.patch.document_rope import follows_length
 from distill.models.patch.experts import EXPERTS, ROUTER, SPARSE_BLOCK
 from distill.models.patch.forward_comparison import FORWARD_ERRORS
 from distill.models.patch.joined_projections import SharedInputs
@@ -103,6 +105,7 @@ def patch(
     inner = bare(model)
     if is_patched(inner):
         raise ValueError("model: it is patched already; call unpatch first")
+    correct_forward(model, survives_unpatch=False)
     report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
     with eval_mode(inner):
         for number, makers in enumerate(SWAPS if layers else ()):
@@ -210,10 +213,13 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
     """Return why a model whose attention is ours already has to keep its own; it is ours again afterwards."""
     weight: torch.Tensor = decoder.get_input_embeddings().weight  # type: ignore[operator]
     ids = torch.arange(24, device=weight.device).view(2, 12) % len(weight)
+    plain: dict[str, torch.Tensor] = {"input_ids": ids}
+    if follows_length(model):  # which asks for positions; other decoders may take none
+        plain["position_ids"] = torch.arange(12, device=weight.device).expand(2, -1)
 
     def hidden(**given: torch.Tensor) -> torch.Tensor:
         with lowered_limits(model):
-            found: torch.Tensor = decoder(**(given or {"input_ids": ids}), use_cache=False).last_hidden_state
+            found: torch.Tensor = decoder(**(given or plain), use_cache=False).last_hidden_state
             return found.float()
 
     def rounding(own: torch.Tensor) -> float:

@@ -10,8 +10,9 @@ import torch
 from distill_kernels.matmul.fp8 import Fp8Linear
 from torch import nn
 
+from distill.core.errors import first_line
 from distill.models.head import decoder_of
-from distill.models.patch.forward_comparison import compare_forwards
+from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.output_rows import pick, projecting, put_back, rows_of
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
@@ -106,6 +107,10 @@ def layer_matches(layer: nn.Module, *, model: nn.Module, gradients: bool) -> Lit
     try:
         with torch.no_grad():
             decoder_of(model)(input_ids=ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except FORWARD_ERRORS as error:  # an adapter that needs more inputs (PEFT's Poly: task ids)
+        return Mismatch(f"the model does not run on token ids alone ({first_line(error):.120})")
     finally:
         hook.remove()
     (args, kwargs), *_ = seen

@@ -13,8 +13,7 @@ from torch import nn
 from distill.models.head import bare
 from distill.models.layers import find_layers
 from distill.models.load.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
-from distill.models.patch.attention import keep_soft_cap
-from distill.models.patch.document_rope import rope_by_document
+from distill.models.patch.corrections import correct_forward
 from distill.recipe import Teacher
 
 HEAD = "lm_head"
@@ -108,8 +107,7 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
     drawn = section.init == "random"
     if drawn:
         model = without_memory(load_config(section, "teacher"), model_options(section, dtype))
-        keep_soft_cap(model, section.attention, "teacher.attention")
-        rope_by_document(model)
+        correct_forward(model, section.attention, "teacher.attention")
     else:
         model = load_teacher(section, device="cpu", dtype=dtype)
     left, (prefix, layers) = set(find_skipped(model, section.fp8_skip).linears), find_layers(model)

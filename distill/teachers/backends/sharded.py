@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.core.ranks import run_on_rank0
 from distill.models.load.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
-from distill.models.patch.attention import keep_soft_cap
-from distill.models.patch.document_rope import rope_by_document
+from distill.models.patch.corrections import correct_forward
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import PatchReport
 from distill.models.prune.pruning import cut_config
@@ -59,8 +58,7 @@ def load_sharded_teacher(
     config = load_config(section, "teacher")
     options = model_options(section, dtype)
     model = without_memory(config, options)
-    keep_soft_cap(model, section.attention, "teacher.attention")
-    rope_by_document(model)
+    correct_forward(model, section.attention, "teacher.attention")
     report = None
     devices = [device] if device.type == "cuda" else []
     if attention is not None:

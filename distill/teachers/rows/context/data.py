@@ -78,6 +78,11 @@ class ContextEncoder(Encoder):
             with tally.row(number):
                 sample = self.sample(row, tally)
                 assert isinstance(row, dict)
+                if self.takes_ids(sample):
+                    yield self._sampled(sample, row, tally)
+                    continue
+                sample = self.as_text(sample)
+                tally.without_end += sample.truncated
                 made, private = self.chat(sample), filled(self.context, row)
                 each = self.options._replace(train_on="each") if len(made.examples) > 1 else self.options
                 asked = self._for_teacher(sample, private)
@@ -106,6 +111,25 @@ class ContextEncoder(Encoder):
             kept.add(part.number)
             yield both
         self.count_faults(kept, faults, tally)
+
+    def _sampled(self, sample: Sample, row: DataRow, tally: RowCounts) -> TwoPrompts:
+        """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled."""
+        piece, private = self.sampled_piece(sample, tally), filled(self.context, row)
+        assert sample.sampled is not None
+        asked = self._for_teacher(sample, private)
+        prompt = self.tokenizer.decode(sample.sampled.prompt)
+        if any(len(secret) >= SHORT and secret in prompt for secret in _secrets(self.context, row, private)):
+            raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
+        before = list[int]()
+        if asked.messages is not None:
+            assert self.template is not None
+            text = self.template.prompt(asked.messages[:-1], asked.tools)
+        else:
+            text, before = asked.prompt or "", self.beginning
+        ids = self.ids_of([encodable(text)])[0]
+        teacher_prompt = ids if ids[: len(before)] == before else [*before, *ids]
+        other = np.array([*teacher_prompt, *sample.sampled.completion], dtype=np.int32)
+        return self._both(piece.ids, piece.labels, other, piece.origin, tally)
 
     def _readings(self, parts: Sequence[MaskedText]) -> Iterator[np.ndarray]:
         """Yield the teacher's ids of each text, int32; templates include the tokens that begin and end a text."""

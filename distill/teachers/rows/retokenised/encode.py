@@ -20,7 +20,16 @@ from distill.data.formats import Format, Sample
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.token_cache import tokenizer_hash
-from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, encodable, split_text, text_hash, tokens_before_text
+from distill.data.tokenise import (
+    TOO_LONG,
+    Batch,
+    RowEncoder,
+    encodable,
+    split_text,
+    text_hash,
+    tokens_before_text,
+    with_parts,
+)
 from distill.teachers.rows.retokenised.alignment import common_boundaries, matching_ends, token_bytes, token_ends
 
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -204,12 +213,17 @@ class PairEncoder(RowEncoder):
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
+                if sample.sampled is not None:  # both models read the text
+                    sample.sampled.require_text()
+                    sample = with_parts(sample)
+                tally.without_end += sample.truncated
                 if self.format.kind == "prompts":
                     pairs = [self._prompt(sample, tally)]
                 elif sample.messages is not None:
                     pairs = self._chat(sample, tally)
                 elif sample.prompt is not None:
-                    pairs = [self._completion(encodable(sample.prompt), encodable(sample.text or ""), tally)]
+                    prompt, completion = encodable(sample.prompt), encodable(sample.text or "")
+                    pairs = [self._completion(prompt, completion, tally, ended=not sample.truncated)]
                 else:
                     pairs = self._pieces(encodable(sample.text or ""))
                 if not pairs:
@@ -279,13 +293,14 @@ class PairEncoder(RowEncoder):
         answer = np.array(begun[-1:], dtype=np.int32).reshape(-1)
         return TokenizedPair(student, teacher, spans[learned].astype(np.int32), answer, origin)
 
-    def _completion(self, prompt: str, completion: str, tally: RowCounts) -> TokenizedPair:
+    def _completion(self, prompt: str, completion: str, tally: RowCounts, *, ended: bool) -> TokenizedPair:
         """Return the pair of a prompt, masked from the loss, and its completion."""
         text = prompt + completion
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         start, stop = len(prompt.encode()), len(text.encode())
         run = boundaries_of(ends_s, ends_t, start, start, stop - start)
         before, after = self._around(ids_s, ids_t)
+        after = after if ended else [[], []]
         if after[0]:
             run = np.concatenate([run, run[-1:] + 1])
         ids = [_joined(before[0], ids_s, after[0]), _joined(before[1], ids_t, after[1])]
@@ -309,9 +324,11 @@ class PairEncoder(RowEncoder):
             )
         )
         pairs, faults, origin = list[TokenizedPair](), list[RowFault](), text_hash(encodable(student.examples[-1].text))
+        last = len(sample.messages or ()) - 1
         for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
+            ended = not (sample.truncated and own.turns[-1] == last)
             try:
-                pairs.append(self._example(own, other, tally)._replace(origin=origin))
+                pairs.append(self._example(own, other, tally, ended=ended)._replace(origin=origin))
             except RowFault as fault:
                 faults.append(fault)
         if faults and not pairs:
@@ -319,7 +336,10 @@ class PairEncoder(RowEncoder):
         tally.left_out += len(student.examples) - len(pairs)
         return pairs
 
-    def _example(self, example: RenderedChat, other_example: RenderedChat, tally: RowCounts) -> TokenizedPair:
+    def _example(
+        self, example: RenderedChat, other_example: RenderedChat, tally: RowCounts, *, ended: bool
+    ) -> TokenizedPair:
+        """Return the pair of a chat as both templates render it; not `ended`, its last turn was cut off."""
         text, other_text = encodable(example.text), encodable(other_example.text)
         parts, other_parts = self.sides[0].parts(example), self.sides[1].parts(other_example)
         if len(parts) != len(other_parts):
@@ -335,7 +355,8 @@ class PairEncoder(RowEncoder):
                 raise RowFault("the two chat templates render the assistant's text differently", repr(answer[:80]))
             starts = len(text[: own.start].encode()), len(other_text[: other.start].encode())
             run = boundaries_of(ends_s, ends_t, *starts, len(answer.encode()))
-            to_its_end = len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(answer.encode())
+            whole = ended or own is not parts[-1]
+            to_its_end = whole and len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(answer.encode())
             if to_its_end and all(
                 side.closes(part, ids, at)
                 for side, part, ids, at in zip(self.sides, (own, other), (ids_s, ids_t), run[-1].tolist(), strict=True)
