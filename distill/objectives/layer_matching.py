@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig
 
 from distill.core.errors import RunError
+from distill.core.tensor_files import write_tensors
 from distill.models.head import attention_sizes, bare
 from distill.models.layer_states import LayerStates, StateRecorder
 from distill.models.layers import layers_of
@@ -173,7 +174,7 @@ class LayerMatching:
         """Write the projections into a checkpoint's folder; all processes call it, and the one that `writes` does."""
         weights = {str(n): _whole(each.weight) for n, each in enumerate(self._projections())}
         if weights and writes:
-            save_file(weights, checkpoint / FILE)
+            write_tensors(checkpoint / FILE, weights)
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:

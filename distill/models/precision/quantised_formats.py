@@ -11,11 +11,12 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
 from distill_kernels.quantisation.number_format import Format
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from distill.core.files import write_json
+from distill.core.tensor_files import write_tensors
 from distill.models.head import bare, find_head
 from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
@@ -86,9 +87,9 @@ class SavedBlocks(NamedTuple):
         """
         write_json(folder / FORMAT_FILE, {"format": self.main, "tensors": self.by_name})
         flat = {f"{name}:{field}": part for name, fields in self.scales.items() for field, part in fields.items()}
-        save_file({key: part.cpu().contiguous() for key, part in flat.items()}, folder / SCALES_FILE)
+        write_tensors(folder / SCALES_FILE, flat)
         if self.codes is not None:
-            save_file({key: part.cpu().contiguous() for key, part in self.codes.items()}, folder / CODES_FILE)
+            write_tensors(folder / CODES_FILE, self.codes)
         weights, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
         if weights.is_file():
             with safe_open(str(weights), framework="pt") as file:

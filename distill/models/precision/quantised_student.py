@@ -27,10 +27,10 @@ import torch.distributed as dist
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into
 from distill_kernels.torch_internals import foreach_copy_
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from distill.core.errors import RunError
+from distill.core.tensor_files import write_tensors
 from distill.models.head import bare
 from distill.models.precision.dtypes import QUANTISED
 from distill.models.precision.quantised_formats import Formats, SavedBlocks, formats_of, plain_name, plain_parameters
@@ -164,7 +164,7 @@ class QuantisedWeights:
                 tensors[name] = tensor.cpu().contiguous()
         saved = self.saved()
         if folder is not None:
-            save_file(tensors, folder / STATE_FILE)
+            write_tensors(folder / STATE_FILE, tensors)
             codes = {name: matrix.codes() for name, matrix in self.matrices.items()} if self.adapted else None
             saved._replace(codes=codes).write(folder)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.core.environment import environment
 from distill.core.files import atomic_folder
 from distill.core.manifest import file_checksums
+from distill.core.tensor_files import write_tensors
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.loading import save_student
 from distill.objectives.hidden import HiddenFormat
@@ -38,7 +39,6 @@ from distill.teachers.backends.stored.format import (
     split_ids,
     sum_of_sums,
     write_signed,
-    write_tensors,
 )
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.backends.stored.read import data_settings
@@ -173,7 +173,7 @@ def write_companions(folder: Path, config: Any, tokenizer: Any, head: HeadWeight
         tokenizer.save_pretrained(folder / TOKENIZER)
     if head is not None and not (folder / HEAD).is_file():
         tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
-        write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
+        write_tensors(folder / HEAD, {name: tensor.clone() for name, tensor in tensors.items()})
     if cut is not None and not (folder / STUDENT).is_dir():
         with atomic_folder(folder / STUDENT) as beside:
             save_student(cut, None, beside)

@@ -26,6 +26,7 @@ import torch
 
 from distill.core.files import try_lock
 from distill.core.ranks import is_main_process
+from distill.core.tensor_files import write_tensors
 from distill.models.precision.host_copy import HostCopy
 from distill.teachers.backends.stored.format import (
     MANIFEST,
@@ -38,7 +39,6 @@ from distill.teachers.backends.stored.format import (
     read_json,
     shard_path,
     write_signed,
-    write_tensors,
 )
 from distill.teachers.backends.stored.plan import close_cache, shard_of
 from distill.teachers.backends.stored.read import KEPT_CURE, Shards
