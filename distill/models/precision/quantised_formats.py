@@ -164,6 +164,7 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     kept = {name: form for name, form in wanted.items() if form != "keep"}
     fitting = {name: fitting_format(form, parameters[name].shape[-1]) for name, form in kept.items()}
     by_name = {name: form for name, form in fitting.items() if form is not None}
+    _require_finite({name: parameters[name] for name in by_name})
     own = [f"{prefix}.{name}.weight" for name in linears]
     if not by_name.keys() & set(own) and kept.keys() & set(own):
         raise ValueError(
@@ -177,6 +178,16 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     unfit = [name for name in (*kept, *experts) if name not in by_name]
     share = sum(parts[name].numel() for name in unfit if name in parts) / sum(p.numel() for p in parts.values())
     return Formats(section.format, by_name, _with_ranges(by_name, parameters), unfit, share)
+
+
+def _require_finite(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise for a matrix with NaN or infinity: scales and codes are bounded, so a file would hold finite numbers."""
+    for name, weight in parameters.items():
+        if not weight.is_meta and not bool(weight.detach().isfinite().all()):
+            raise ValueError(
+                f"student.quantise: expected finite weights, got NaN or infinity in {name}: the model's files are "
+                "damaged, or training diverged"
+            )
 
 
 def _check_joined(prefix: str, linears: Iterable[str], by_name: Mapping[str, str]) -> None:
