@@ -102,9 +102,9 @@ class LearnedScales:
         stored: fp32 [all blocks], the values rounded to those of a file.
         gradient: fp32 [all blocks], by the stored values.
         following: fp32 [all blocks], 1 where the scale was 0 at the start, as that of a zero-initialised or pruned
-            block is; None without such blocks. That scale cannot be learned: it has no gradient and no logarithm, and once
-            it has left 0 its steps, which are relative to it, are too small for weights that grow from 0. It follows
-            from the block's weights, as a plain converter chooses it.
+            block is; None without such blocks. That scale cannot be learned: it has no gradient and no logarithm, and
+            once it has left 0 its steps, which are relative to it, are too small for weights that grow from 0. It
+            follows from the block's weights, as a plain converter chooses it.
     """
 
     def __init__(self, matrices: list[QuantisedMatrix]) -> None:
