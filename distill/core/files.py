@@ -20,9 +20,11 @@ import contextlib
 import errno
 import glob
 import json
+import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,6 +35,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished"
+LOOK_S = 0.1  # between two looks at a lock that another process holds
+log = logging.getLogger(__name__)
 ATTEMPTS = 100  # to make a temporary folder before another writer deletes it
 
 
@@ -125,6 +129,24 @@ def try_lock(handle: int, *, shared: bool = False) -> bool | None:
     except OSError as error:
         return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path, waiting: str) -> Iterator[None]:
+    """Hold the lock on a file, which is made if needed and stays; log `waiting` once where another process holds it.
+
+    Where the file system has no locks, nothing is held.
+    """
+    handle, told = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    try:
+        while try_lock(handle) is False:  # a process that ends, however it does, gives it back
+            if not told:
+                log.warning(waiting)
+                told = True
+            time.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(handle)
 
 
 def unlock(handle: int) -> None:
