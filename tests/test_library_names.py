@@ -52,3 +52,9 @@ def test_a_damaged_result_is_one_line_of_report_and_compare(tmp_path, monkeypatc
         assert run_command(command) == 2
         said = capsys.readouterr().err
         assert "result.json" in said and "unexpected" not in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["[5]", "[[5]]", "[null]", "[text]", "5"])
+def test_a_schedule_of_something_else_is_refused(value):
+    with pytest.raises(RecipeError, match=r"loss\.schedule"):
+        parse(RECIPE, [f"loss.schedule={value}"], name="x")
