@@ -358,3 +358,21 @@ def test_check_refuses_widths_that_differ(capsys, tmp_path):
     assert "projection: none expects a student of the teacher's width 4096, got 2048" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+@pytest.mark.parametrize("padding_id", [0, 1, None])
+def test_padding_on_the_left_is_no_key_of_attention_relations(padding_id):
+    """A row with padding and its mask has the loss of the row without, whatever position ids its padding has."""
+    student, teacher = models()
+    row = {name: torch.tensor([ROWS[2][name]]) for name in ("input_ids", "labels", "position_ids")}
+    expected, gradients = computed(student, teacher, loss_of(RELATION), row)
+    padded = {
+        "input_ids": F.pad(row["input_ids"], (3, 0), value=2),
+        "labels": F.pad(row["labels"], (3, 0), value=-100),
+        "attention_mask": F.pad(torch.ones_like(row["labels"]), (3, 0)),
+    }
+    if padding_id is not None:
+        padded["position_ids"] = F.pad(row["position_ids"], (3, 0), value=padding_id)
+    got, found = computed(student, teacher, loss_of(RELATION), padded)
+    # without position ids the row's are shifted by three: rotary embeddings are computed in fp32
+    assert_same((got, found), (expected, gradients), within=1e-5 if padding_id is None else 1e-7)

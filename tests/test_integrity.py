@@ -235,7 +235,7 @@ def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path):
         atomic_path(tmp_path / "f") as one,
         atomic_path(tmp_path / "f") as two,
     ):  # the other one lives: it is left alone
-        assert one.exists() and two.exists() and not (tmp_path / ".f.abc.unfinished").exists()
+        assert one.parent.exists() and two.parent.exists() and not (tmp_path / ".f.abc.unfinished").exists()
         one.write_text("1")
         two.write_text("2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "f.unfinished"]
@@ -252,7 +252,7 @@ def test_everything_of_a_run_is_written_so(workplace, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: synced.add(Path(os.readlink(f"/proc/self/fd/{handle}"))))
     assert run_command(["run", "r.yaml", "--name", "safe", "train.save_every=null"]) == 0
     run = workplace / "runs/safe"
-    names = {path.name.split(".")[1] for path in synced if path.parent == run and path.name[0] == "."}
+    names = {path.stem for path in synced if path.parent.parent == run and path.parent.name.endswith(".unfinished")}
     assert {"student", "lock", "recipe", "result", "before", "metrics"} <= names
     assert {run, run.parent} <= synced
 

@@ -12,7 +12,7 @@ import typer
 from distill.commands.arguments import AsJson, complete_run, print_json
 from distill.core import console
 from distill.core.errors import first_line
-from distill.core.folders import RECIPE_FILE, RESULT_FILE
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, STAGES
 from distill.core.units import plural
 
 Line = tuple[str, str, bool]  # name of the part, result in words, whether it is undamaged
@@ -57,15 +57,22 @@ def _line(what: str, read: Callable[[], str]) -> Line:
 
 def _run(folder: Path) -> Iterator[Line]:
     from distill.core.manifest import MANIFEST, entry_mismatch
+    from distill.generation.environment import FOLDER as ENVIRONMENT
     from distill.recipe import load
     from distill.reports.run_manifest import BEFORE_FILE, METRICS_FILE
     from distill.training.checkpoints import checkpoints, unfinished_checkpoints
     from distill.training.lock_file import LOCK_FILE
     from distill.training.rollout_files import FOLDER, files
 
+    for stage in sorted(path for path in (folder / STAGES).glob("*") if path.is_dir()):
+        for what, result, undamaged in _run(stage):
+            yield f"{STAGES}/{stage.name}/{what}", result, undamaged
+
     def noted(path: Path, read: Callable[[], str]) -> Line:
         """Return a line on a file: equal to its entry in the run's manifest, and readable."""
-        return _line(path.name, lambda: _raise(entry_mismatch(folder, path.relative_to(folder).as_posix())) or read())
+        name = path.relative_to(folder).as_posix()
+        shown = path.name if path.parent.name == FOLDER else name
+        return _line(shown, lambda: _raise(entry_mismatch(folder, name)) or read())
 
     if (folder / MANIFEST).exists():
         yield _line(MANIFEST, lambda: _manifest(folder))
@@ -77,6 +84,8 @@ def _run(folder: Path) -> Iterator[Line]:
     yield noted(folder / METRICS_FILE, lambda: _metrics(folder / METRICS_FILE))
     for path in files(folder):
         yield noted(path, lambda path=path: _rollouts(path))  # type: ignore[misc]
+    for path in sorted((folder / ENVIRONMENT).glob("*.jsonl")):
+        yield noted(path, lambda path=path: _replies(path))  # type: ignore[misc]
     for path in checkpoints(folder, damaged=True):
         yield _line(path.name, lambda path=path: _checkpoint(path))  # type: ignore[misc]
     for path in unfinished_checkpoints(folder):
@@ -123,6 +132,15 @@ def _figures(path: Path, *names: str) -> str:
         if not all(value is None or isinstance(value, int | float) for value in found[name].values()):
             raise ValueError(f"{name} holds metrics that are not numbers")
     return f"held-out metrics over {next(iter(found[names[0]].values())):,} tokens"
+
+
+def _replies(path: Path) -> str:
+    from distill.generation.environment import read_replies
+
+    found = read_replies(path)
+    if found.damaged:
+        raise ValueError(f"line {', '.join(map(str, found.damaged))} is not as it was written")
+    return f"replies to {plural(len(found.replies), 'conversation')}"
 
 
 def _rollouts(path: Path) -> str:

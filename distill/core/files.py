@@ -5,8 +5,13 @@
         figure.savefig(temporary)
     with atomic_folder(folder) as temporary: ...
 
-A temporary name begins with a dot, ends in `.unfinished` and is locked while its writer lives; the next writer of the
-same path deletes those of killed processes. Nothing else is ever deleted.
+The temporary name is inside a folder whose name begins with a dot and ends in `.unfinished`, and which is locked while
+its writer lives; the next writer of the same path deletes those of killed processes. Nothing else is ever deleted.
+
+The lock is on that folder, not on the file: libraries such as safetensors write a temporary file of their own and
+rename it over the name they were given, so a lock on the file would be on an inode that no longer has a name. What they
+leave behind when they are killed is inside the folder. They also make files that only their owner may read, so
+everything gets the modes of the umask before it gets its name.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ import contextlib
 import errno
 import glob
 import json
+import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +35,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished"
+LOOK_S = 0.1  # between two looks at a lock that another process holds
+log = logging.getLogger(__name__)
+ATTEMPTS = 100  # to make a temporary folder before another writer deletes it
 
 
 def write_text(path: Path, text: str) -> None:
@@ -65,25 +75,18 @@ def _replacing(path: Path, *, folder: bool, over: bool) -> Iterator[Path]:
     prefix = f".{path.name[:50]}."  # the name itself may be as long as a name can be
     if folder:
         make_folder(path.parent)
-    for old in path.parent.glob(f"{glob.escape(prefix)}*{UNFINISHED}"):
-        with contextlib.suppress(OSError), _locked(old):
-            _remove(old)
-    made = tempfile.mkdtemp if folder else _empty_file
-    temporary = Path(made(prefix=prefix, suffix=UNFINISHED, dir=path.parent))
-    temporary.chmod(0o777 & ~_umask() if folder else 0o666 & ~_umask())
-    try:
-        with _locked(temporary):
-            yield temporary
-            sync(temporary)
-            if over and path.is_dir():
-                os.replace(path, old := Path(tempfile.mkdtemp(prefix=prefix, suffix=UNFINISHED, dir=path.parent)))
-                os.replace(temporary, path)
-                _remove(old)
-            else:
-                os.replace(temporary, path)
+    _remove_abandoned(path.parent, prefix)
+    with _locked_folder(path.parent, prefix) as own:
+        temporary = own / path.name
+        if folder:
+            temporary.mkdir()
+        yield temporary
+        apply_umask(temporary)
+        sync(temporary)
+        if over and path.is_dir():
+            os.replace(path, own / "replaced")  # deleted with the temporary folder
+        os.replace(temporary, path)
         sync(path.parent, deep=False)
-    finally:
-        _remove(temporary)
 
 
 def make_folder(folder: Path) -> None:
@@ -92,6 +95,14 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for place in {folder, *missing}:  # an existing folder may not be synced yet
         sync(place.parent, deep=False)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a new file, or a folder and everything below it, the modes of the umask, whichever library wrote them."""
+    umask = _umask()
+    for place in [*(path.rglob("*") if path.is_dir() else ()), path]:
+        if not place.is_symlink():
+            place.chmod((0o777 if place.is_dir() else 0o666) & ~umask)
 
 
 def sync(path: Path, *, deep: bool = True) -> None:
@@ -120,6 +131,24 @@ def try_lock(handle: int, *, shared: bool = False) -> bool | None:
     return True
 
 
+@contextlib.contextmanager
+def waiting_lock(path: Path, waiting: str) -> Iterator[None]:
+    """Hold the lock on a file, which is made if needed and stays; log `waiting` once where another process holds it.
+
+    Where the file system has no locks, nothing is held.
+    """
+    handle, told = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    try:
+        while try_lock(handle) is False:  # a process that ends, however it does, gives it back
+            if not told:
+                log.warning(waiting)
+                told = True
+            time.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(handle)
+
+
 def unlock(handle: int) -> None:
     """Release the lock at once, even where a forked process still has the file open."""
     if fcntl is not None:
@@ -127,10 +156,41 @@ def unlock(handle: int) -> None:
             fcntl.flock(handle, fcntl.LOCK_UN)
 
 
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Delete what killed writers of the same path left, which nobody locks."""
+    for old in parent.glob(f"{glob.escape(prefix)}*{UNFINISHED}"):
+        with contextlib.suppress(OSError), _locked(old):
+            _remove(old)
+
+
+@contextlib.contextmanager
+def _locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new locked folder in `parent`, and delete it at the end.
+
+    Another writer may find the folder before it is locked and delete it as abandoned: then the lock fails, or is on a
+    folder without a name, and another one is made.
+    """
+    for _ in range(ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=UNFINISHED, dir=parent))
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(_locked(folder))
+                if not folder.exists():
+                    continue
+            except (BlockingIOError, FileNotFoundError):
+                continue
+            try:
+                yield folder
+            finally:
+                _remove(folder)
+            return
+    raise OSError(errno.EBUSY, "other writers keep deleting the temporary folder", str(parent))
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock on `path`; raises BlockingIOError where another process holds it."""
-    if fcntl is None:  # an open file cannot be renamed on Windows
+    if fcntl is None:  # an open folder cannot be renamed on Windows
         yield
         return
     handle = os.open(path, os.O_RDONLY)
@@ -140,12 +200,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _empty_file(*, prefix: str, suffix: str, dir: Path) -> str:
-    handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=dir)
-    os.close(handle)
-    return name
 
 
 def _umask() -> int:

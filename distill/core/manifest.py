@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from distill.core.files import sync, write_json
+from distill.core.files import apply_umask, sync, write_json
 
 MANIFEST = "manifest.json"
 SUM = "xxh3_128"
@@ -49,6 +49,7 @@ def write_manifest(folder: Path, **more: object) -> None:
     """
     with ThreadPoolExecutor(1) as aside:  # the disk writes while the checksums are computed
         files = aside.submit(file_checksums, folder)
+        apply_umask(folder)
         sync(folder)
         write_json(folder / MANIFEST, {**more, "files": files.result()})
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.core.errors import DISK, RunError
+from distill.core.files import atomic_folder
 from distill.core.startup import cache_root
 
 logger = logging.getLogger(__name__)
@@ -69,32 +71,29 @@ def cached_folder(key: str, build: Callable[[Path], None], *, cache: bool) -> tu
         return final, True
     try:
         cache_root().mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache_root()))
+        if not os.access(cache_root(), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ValueError(
             f"data.cache: the folder {cache_root()} is not writable ({error.strerror}); set DISTILL_CACHE to another "
             "one, or data.cache: false"
         ) from error
     try:
-        build(building)
-        sizes = {path.name: path.stat().st_size for path in building.iterdir()}
-        (building / "complete.json").write_text(json.dumps(sizes))
-        if final.exists() and not _complete(final):
-            logger.warning("tokenised data in %s is damaged and is made again", final)
-            shutil.rmtree(final, ignore_errors=True)
-        try:
-            building.rename(final)
-        except OSError:
-            if not _complete(final):  # else another process has written the same content
-                raise
+        with atomic_folder(final) as building:
+            build(building)
+            sizes = {path.name: path.stat().st_size for path in building.iterdir()}
+            (building / "complete.json").write_text(json.dumps(sizes))
+            if final.exists() and not _complete(final):
+                logger.warning("tokenised data in %s is damaged and is made again", final)
+                shutil.rmtree(final, ignore_errors=True)
     except OSError as error:  # numpy raises without an errno when it cannot write everything
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and _complete(final):
+            return final, False  # another process has written the same content
         reason = DISK.get(error.errno or 0, error.strerror or str(error))
         reason = DISK[errno.ENOSPC] if "requested and" in reason else reason
         raise RunError(
             f"data.cache: {cache_root()}: {reason}; make room there, or set DISTILL_CACHE to a folder with more"
         ) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return final, False
 
 

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.ranks import exit_process
+from distill.core.tensor_files import write_tensors
 from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import difference, without_training_mode
@@ -284,7 +285,7 @@ def _main(folder: Path) -> None:
     for place in sorted(folder.iterdir()):
         weights = _one_step(place, processes=2, cpu=not torch.cuda.is_available())
         if os.environ.get("RANK", "0") == "0":
-            save_file(weights, place / TWO)
+            write_tensors(place / TWO, weights)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     exit_process(0)

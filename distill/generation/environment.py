@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 from distill.data.chat import ChatTemplate
 from distill.data.sources import RowFault
 from distill.generation.documents import Document
 from distill.generation.function_calls import Call, FunctionInput, UserFunction
 from distill.generation.stopping import response_text
+
+log = logging.getLogger(__name__)
 
 FIELD = "data.on_policy.environment"
 ANSWER, REPLY = "zqanswerqz", "zqreplyqz"  # in place of texts, to find them in what the template writes
@@ -156,7 +161,10 @@ class Environment:
         ]
         new = [number for number, key in enumerate(keys) if key not in self.log]
         calls = [Call(inputs[n].location, [conversations[n], inputs[n].tools, inputs[n].row]) for n in new]
-        self.log.add({keys[n]: reply for n, reply in zip(new, self.function.call(calls), strict=True)})
+        replies = self.function.call(calls)
+        for n, reply in zip(new, replies, strict=True):
+            _require_unicode(reply, self.function.error_prefix(inputs[n].location))
+        self.log.add({keys[n]: reply for n, reply in zip(new, replies, strict=True)})
         continuing = []
         for rollout, function_input, conversation, text, key in zip(
             waiting, inputs, conversations, texts, keys, strict=True
@@ -235,11 +243,17 @@ class EnvironmentLog:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._file = None if folder is None else folder / FOLDER / f"{rank:05d}.jsonl"
         self._replies: dict[str, list[Message] | None] = {}
-        if self._file is not None and self._file.is_file() and not self._file.read_bytes().endswith(b"\n"):
-            with self._file.open("a", encoding="utf-8") as own:  # a killed process left a line without its end
-                own.write("\n")
+        if self._file is not None and self._file.is_file():
+            _cut_unfinished_line(self._file)
         for file in [] if folder is None else sorted((folder / FOLDER).glob("*.jsonl")):
-            self._replies.update(_read(file))
+            found = read_replies(file)
+            self._replies.update(found.replies)
+            if found.damaged:
+                log.warning(
+                    "%s: line %s is damaged: its reply is not used, and the environment is called again",
+                    file,
+                    ", ".join(map(str, found.damaged)),
+                )
 
     def __contains__(self, key: str) -> bool:
         """Return whether the environment has replied to this conversation."""
@@ -255,17 +269,55 @@ class EnvironmentLog:
         if self._file is not None and replies:
             self._file.parent.mkdir(exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"key": key, "messages": reply}) + "\n" for key, reply in replies.items())
+                for key, reply in replies.items():
+                    file.write(json.dumps(with_checksum({"key": key, "messages": reply})) + "\n")
 
 
-def _read(file: Path) -> Iterator[tuple[str, list[Message] | None]]:
-    """Yield the replies in a file; the last line that a killed process wrote may be incomplete."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+def _require_unicode(messages: Sequence[Message] | None, prefix: str) -> None:
+    """Raise for a lone surrogate, half of a character in UTF-16, which no tokenizer reads and no file holds."""
+    for message in messages or ():
+        text = str(message["content"])
+        lone = next((index for index, letter in enumerate(text) if 0xD800 <= ord(letter) <= 0xDFFF), None)
+        if lone is not None:
+            raise ValueError(
+                f"{prefix}: expected text in Unicode, got the lone surrogate {text[lone]!a} at character {lone}"
+            )
+
+
+class LoggedReplies(NamedTuple):
+    """Replies in a file of the log.
+
+    Attributes:
+        replies: Replies by the conversation before each.
+        damaged: Numbers of the lines, from 1, that are not as they were written.
+    """
+
+    replies: dict[str, list[Message] | None]
+    damaged: list[int]
+
+
+def read_replies(file: Path) -> LoggedReplies:
+    """Return the replies in a file; a last line without its end, which a killed process wrote, is left out."""
+    found = LoggedReplies({}, [])
+    *lines, _ = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        yield row["key"], row["messages"]
+            # a damaged name of the checksum must not pass for a line of before there were checksums
+            if not isinstance(row, dict) or row.keys() - {SUM} != {"key", "messages"} or not has_valid_checksum(row):
+                raise ValueError("it is not as it was written")
+        except (ValueError, RecursionError):
+            found.damaged.append(number)
+        else:
+            found.replies[row["key"]] = row["messages"]
+    return found
+
+
+def _cut_unfinished_line(file: Path) -> None:
+    """Cut off the line that a killed process did not finish."""
+    content = file.read_bytes()
+    if not content.endswith(b"\n"):
+        os.truncate(file, content.rfind(b"\n") + 1)
 
 
 def _conversation_key(seed: int, turn: int, conversation: Sequence[Message]) -> str:

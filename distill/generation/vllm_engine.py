@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from distill.core.errors import RunError
 from distill.core.eval_mode import eval_mode
 from distill.core.files import write_json
+from distill.core.tensor_files import write_tensors
 from distill.generation.decode_loop import Engine, EngineSettings, Generated, Request
 from distill.generation.stopping import truncate_at_end
 from distill.models.head import bare, find_head
@@ -181,7 +181,7 @@ def save_untied(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         return
     head = plain.get_output_embeddings()
     name = next(name for name, module in plain.named_modules() if module is head) + ".weight"
-    save_file({name: head.weight.detach().cpu().contiguous()}, folder / HEAD)
+    write_tensors(folder / HEAD, {name: head.weight})
     whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file():  # a sharded checkpoint has an index instead
         with safe_open(str(whole), framework="pt") as file:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig
 
 from distill.core.errors import RunError
+from distill.core.tensor_files import write_tensors
 from distill.models.head import attention_sizes, bare
 from distill.models.layer_states import LayerStates, StateRecorder
 from distill.models.layers import layers_of
@@ -92,6 +93,20 @@ class MatchedTerm(NamedTuple):
         return isinstance(self.term, HiddenStateTerm) and self.term.projection == "learned"
 
 
+def document_numbers(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a number for each document of a row, -1 for its padding; None for one document a row without padding.
+
+    Args:
+        position_ids: int64 [B, S], 0 at each document's first token; None for one document a row.
+        attention_mask: [B, S], 0 at padding, which is nobody's key; None without padding.
+    """
+    numbers = None if position_ids is None else (position_ids == 0).cumsum(-1)
+    if attention_mask is None:
+        return numbers
+    padding = attention_mask == 0
+    return torch.where(padding, -1, 0 if numbers is None else numbers)
+
+
 class StepStates:
     """States of both models in one micro-batch, and the sums of the terms over its tokens.
 
@@ -110,9 +125,11 @@ class StepStates:
         self.sums: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def record_student(self, position_ids: torch.Tensor | None) -> Iterator[None]:
+    def record_student(
+        self, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None
+    ) -> Iterator[None]:
         """Record the student's states inside the block."""
-        self.documents = None if position_ids is None else (position_ids == 0).cumsum(-1)
+        self.documents = document_numbers(position_ids, attention_mask)
         with self.matching.of_student.record() as self.student:
             yield
 
@@ -173,7 +190,7 @@ class LayerMatching:
         """Write the projections into a checkpoint's folder; all processes call it, and the one that `writes` does."""
         weights = {str(n): _whole(each.weight) for n, each in enumerate(self._projections())}
         if weights and writes:
-            save_file(weights, checkpoint / FILE)
+            write_tensors(checkpoint / FILE, weights)
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:

@@ -254,6 +254,8 @@ class Loss(Section):
             return loss
         terms = loss.get("terms", [term.model_dump() for term in _forward_kl_alone()])
         for line in loss["schedule"] if isinstance(terms, list) else ():
+            if not isinstance(line, dict | Schedule):
+                continue  # reported when the schedule is validated
             given = line if isinstance(line, dict) else dict(line)
             _, number, name = (*str(given.get("setting")).split("."), "", "")[:3]
             values = given.get("values")

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
+from distill.recipe.library_names import argument_names, optimizer_names, unknown_name
 
 # fields of TrainingArguments that a field of the recipe sets
 OWNED_ARGUMENTS = {
@@ -124,7 +125,11 @@ class Train(Section):
             raise ValueError(f"give exactly one of steps and epochs; got {came}")
         if self.optimizer != "fused_adamw" and (self.master_weights or self.optimizer_states != "auto"):
             raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; got {self.optimizer}")
+        if self.optimizer != "fused_adamw" and (wrong := unknown_name(self.optimizer, optimizer_names())):
+            raise ValueError(f"optimizer: expected fused_adamw or a name of transformers' optim argument, {wrong}")
         for name in self.arguments:
+            if name not in OWNED_ARGUMENTS and (wrong := unknown_name(name, argument_names())):
+                raise ValueError(f"arguments: expected fields of transformers' TrainingArguments, {wrong}")
             if name in OWNED_ARGUMENTS:
                 raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")
         return self

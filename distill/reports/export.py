@@ -19,6 +19,7 @@ from distill.models.precision.quantised_formats import read_saved
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
 from distill.reports.packed_folder import pack_folder
+from distill.reports.run_manifest import student_error
 from distill.training.checkpoint_validation import fault_of
 from distill.training.checkpoints import STATE, checkpoints
 
@@ -54,7 +55,8 @@ def export(
         with `packed` that of `pack_folder`.
 
     Raises:
-        RecipeError: There is no student, the destination is in use, or `dtype` cannot hold the values.
+        RecipeError: There is no student, it is not as it was saved, the destination is in use, or `dtype` cannot hold
+            the values.
     """
     source, run = folder / "student", folder
     if (folder / STATE).is_file():
@@ -66,6 +68,8 @@ def export(
     elif not _holds_model(source):
         last = next((f", or export the checkpoint {path}" for path in checkpoints(folder)[-1:]), "")
         raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it{last}"])
+    elif error := student_error(folder):
+        raise RecipeError([f"{folder}: {error}; restore the file, or export a checkpoint of the run"])
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):

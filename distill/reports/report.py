@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.console import printable
-from distill.core.errors import RecipeError
+from distill.core.errors import RecipeError, first_line, quote
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
+from distill.core.manifest import entry_mismatch
 from distill.evaluation.evaluate import perplexity
 from distill.objectives.measure import Measure, metric_text
 from distill.recipe import Recipe, parse
@@ -112,14 +113,33 @@ def read_run(folder: Path) -> Run:
         path = folder / name
         if not path.is_file():
             return {}
+        if (damage := entry_mismatch(folder, name)) is not None:
+            raise RecipeError([f"{folder}: {damage}"])
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise RecipeError([f"{path}: cannot be read: {error}"]) from None
-        return value if isinstance(value, dict) else {}
+        except (ValueError, OSError, RecursionError) as error:
+            raise RecipeError([f"{path}: cannot be read: {first_line(error)}"]) from None
+        _require_metrics(path, value)
+        return dict(value)
 
     recipe, metrics = (folder / RECIPE_FILE).read_text(encoding="utf-8"), read_metrics(folder / "metrics.jsonl")
     return Run(folder, recipe, metrics, read("before.json"), read(RESULT_FILE))
+
+
+def _require_metrics(path: Path, value: object) -> None:
+    """Raise for a file whose metrics are not numbers by their names, as in a run of before there were checksums."""
+    if not isinstance(value, dict):
+        raise RecipeError([f"{path}: expected a section of JSON, got {quote(value)}"])
+    for section in ("before", "after", "held_out"):
+        metrics = value.get(section, {})
+        if not isinstance(metrics, dict):
+            raise RecipeError([f"{path}: {section}: expected metrics by name, got {quote(metrics)}"])
+        for name, number in metrics.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+                raise RecipeError([f"{path}: {section}.{name}: expected a number, got {quote(number)}"])
+    for section in ("answers", "environment"):
+        if not isinstance(value.get(section, {}), dict):
+            raise RecipeError([f"{path}: {section}: expected a section of JSON, got {quote(value[section])}"])
 
 
 def write_report(folder: Path, destination: Path | None = None) -> Path:

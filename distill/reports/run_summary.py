@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.core import console
+from distill.core.files import write_text
 from distill.core.units import GIB, plural
 from distill.evaluation.evaluate import HeldOut, describe_reduction
 from distill.models.flops import count_text, parameters_of
@@ -137,4 +138,4 @@ def _indented(text: str) -> str:
 def write_samples(path: Path, prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
     """Write the samples to `path`; does nothing without prompts."""
     if prompts:
-        path.write_text(samples_text(prompts, answers), encoding="utf-8")
+        write_text(path, samples_text(prompts, answers))

@@ -20,6 +20,7 @@ from distill.reports import llama_cpp
 from distill.reports.export import export
 from distill.reports.gguf_file import check_supported, write_gguf
 from distill.reports.llama_cpp import FileMetrics, HeldOutTokens
+from distill.reports.run_manifest import EXPORT_FOLDER, record_export
 from distill.teachers.registry import source_of
 
 
@@ -61,7 +62,8 @@ def export_run(folder: Path) -> None:
     settings = recipe.export
     assert settings is not None
     with console.announced("exporting", "the student's file"):
-        written = export(folder, folder / "export", gguf=settings.gguf)["gguf"]
+        written = export(folder, folder / EXPORT_FOLDER, gguf=settings.gguf)["gguf"]
+        record_export(folder)
     console.print_lines(f"file        {written.path}")
     if not settings.tokens:
         return

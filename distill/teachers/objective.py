@@ -324,7 +324,8 @@ class DistillationObjective:
         decoder, properties = decoder_of(student), self.teacher.format.properties
         inputs |= output_rows(decoder, valid_rows if properties.reads_valid_rows else None, labels.numel())
         layers = step_inputs.layers
-        with layers.record_student(inputs.get("position_ids")) if layers else nullcontext():
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        with layers.record_student(positions, mask) if layers else nullcontext():
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
 

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
-from safetensors.torch import save_file
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from distill.core import console
 from distill.core.errors import RunError
 from distill.core.ranks import is_main_process
+from distill.core.tensor_files import write_tensors
 from distill.models.gpu_specs import joins_on
 from distill.objectives.targets import Batch
 from distill.training.listeners import StepListener
@@ -215,13 +215,13 @@ class StepGuard(StepListener):
         whose = f"-rank-{os.environ.get('RANK', '0')}" if self.ranks > 1 else ""  # each process has rows of its own
         path = self.folder / f"not-finite-step-{step}{whose}.safetensors"
         tensors = {
-            f"{name}.{number}": value.detach().cpu().contiguous()
+            f"{name}.{number}": value
             for number, batch in enumerate(batches)
             for name, value in batch.items()
             if isinstance(value, torch.Tensor)
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
+        write_tensors(path, tensors)
         return path
 
     @contextmanager

@@ -156,11 +156,17 @@ class TransformersCompat(Trainer):
             load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        """Load weights by the model's own names; `Trainer` takes a file's names for them and ignores missing ones."""
+        """Load weights by the model's own names, and all else that belongs to the checkpoint, as on resume.
+
+        `Trainer` takes a file's names for them and ignores missing ones, and knows weights only: master weights and
+        scales of a quantised student and projections of layers would stay those of the last step.
+        """
+        best = Path(str(self.state.best_model_checkpoint))
         if self.is_fsdp_enabled:
             super()._load_best_model()
         else:
-            load_weights(self.model, Path(str(self.state.best_model_checkpoint)))
+            load_weights(self.model, best)
+        self.restore_listeners(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has."""

@@ -30,6 +30,7 @@ from distill.models.precision.quantised_formats import plain_name
 
 Method = Literal["nearest", "importance", "awq", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean
+MOST_DAMPINGS = 20  # tenfold steps of the damping until a matrix counts as one that has no inverse
 COLUMNS = 128  # rounded before the rest of the matrix is moved
 
 
@@ -95,17 +96,30 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of the damped inverse, with more damping where it is singular."""
     damping = DAMPING * hessian.diagonal().mean().clamp_min(1e-12)
     eye = torch.eye(len(hessian), device=hessian.device)
-    while True:
+    # a sum of outer products of finite inputs needs a few tenfold steps; after all of them damping alone is left
+    for _ in range(MOST_DAMPINGS):
         lower, failed = torch.linalg.cholesky_ex(hessian + damping * eye)
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
             return upper
         damping *= 10
+    raise ValueError("its matrix of inputs has no inverse")
+
+
+def _require_finite(group: Group) -> None:
+    """Raise where the calibration inputs of linear layers hold NaN or infinity."""
+    if not bool(group.hessian.isfinite().all()):
+        name = next(iter(group.linears))
+        raise ValueError(
+            f"student.quantise.start: expected finite inputs of {name}, got NaN or infinity: a weight before it is "
+            "damaged or too large"
+        )
 
 
 def _round_group(group: Group, formats: Mapping[str, str], method: Method) -> dict[str, Rounded]:
     found = {}
+    _require_finite(group)
     importance = group.hessian.diagonal() / max(group.tokens, 1)
     for kind in {formats[name] for name in group.linears}:
         names = [name for name in group.linears if formats[name] == kind]
@@ -113,7 +127,10 @@ def _round_group(group: Group, formats: Mapping[str, str], method: Method) -> di
         weight = torch.cat(weights)  # rows are independent: siblings are rounded as one matrix
         form = FORMATS[kind].fitted(weights)
         scales = form.search(weight, importance.clamp_min(1e-12))
-        moved = compensate(weight, group.hessian, form, scales) if method == "gptq" else weight
+        try:
+            moved = compensate(weight, group.hessian, form, scales) if method == "gptq" else weight
+        except ValueError as error:
+            raise ValueError(f"student.quantise.start: gptq cannot round {names[0]}: {error}") from None
         sizes = [len(part) for part in weights]
         parts = (() if part is None else part.split(sizes) for part in scales)
         for name, part, *own in itertools.zip_longest(names, moved.split(sizes), *parts):
@@ -149,6 +166,11 @@ class _Calls:
             if number == 0:
                 self.hidden.append(given)
                 self.arguments.append([])
+            elif not bool(given.isfinite().all()):
+                raise ValueError(
+                    f"student.quantise.start: expected finite hidden states of calibration rows, got NaN or infinity "
+                    f"from decoder layer {number - 1}: the model is damaged, or its weights are too large"
+                )
             elif self._outputs is None or not torch.equal(given, self._outputs) or len(args) > 1:
                 raise ValueError(
                     "student.quantise.start: gptq needs decoder layers that hand hidden states from one to the next; "
@@ -187,6 +209,9 @@ def round_weights(
     model = bare(model)
     prefix, layers = find_layers(model)
     found: dict[str, Rounded] = {}
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ValueError(f"student.quantise.start: expected finite weights, got NaN or infinity in {name}")
     with eval_mode(model):
         calls = _Calls(model, layers, batches)
         if not calls.hidden:

@@ -11,11 +11,12 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
 from distill_kernels.quantisation.number_format import Format
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from distill.core.files import write_json
+from distill.core.tensor_files import write_tensors
 from distill.models.head import bare, find_head
 from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
@@ -86,9 +87,9 @@ class SavedBlocks(NamedTuple):
         """
         write_json(folder / FORMAT_FILE, {"format": self.main, "tensors": self.by_name})
         flat = {f"{name}:{field}": part for name, fields in self.scales.items() for field, part in fields.items()}
-        save_file({key: part.cpu().contiguous() for key, part in flat.items()}, folder / SCALES_FILE)
+        write_tensors(folder / SCALES_FILE, flat)
         if self.codes is not None:
-            save_file({key: part.cpu().contiguous() for key, part in self.codes.items()}, folder / CODES_FILE)
+            write_tensors(folder / CODES_FILE, self.codes)
         weights, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
         if weights.is_file():
             with safe_open(str(weights), framework="pt") as file:
@@ -163,6 +164,7 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     kept = {name: form for name, form in wanted.items() if form != "keep"}
     fitting = {name: fitting_format(form, parameters[name].shape[-1]) for name, form in kept.items()}
     by_name = {name: form for name, form in fitting.items() if form is not None}
+    _require_finite({name: parameters[name] for name in by_name})
     own = [f"{prefix}.{name}.weight" for name in linears]
     if not by_name.keys() & set(own) and kept.keys() & set(own):
         raise ValueError(
@@ -176,6 +178,16 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     unfit = [name for name in (*kept, *experts) if name not in by_name]
     share = sum(parts[name].numel() for name in unfit if name in parts) / sum(p.numel() for p in parts.values())
     return Formats(section.format, by_name, _with_ranges(by_name, parameters), unfit, share)
+
+
+def _require_finite(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise for a matrix with NaN or infinity: scales and codes are bounded, so a file would hold finite numbers."""
+    for name, weight in parameters.items():
+        if not weight.is_meta and not bool(weight.detach().isfinite().all()):
+            raise ValueError(
+                f"student.quantise: expected finite weights, got NaN or infinity in {name}: the model's files are "
+                "damaged, or training diverged"
+            )
 
 
 def _check_joined(prefix: str, linears: Iterable[str], by_name: Mapping[str, str]) -> None:

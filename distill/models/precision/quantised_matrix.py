@@ -101,6 +101,10 @@ class LearnedScales:
         values: fp32 [all blocks], what Adam updates: by format all scales, then all minima.
         stored: fp32 [all blocks], the values rounded to those of a file.
         gradient: fp32 [all blocks], by the stored values.
+        following: fp32 [all blocks], 1 where the scale was 0 at the start, as that of a zero-initialised or pruned
+            block is; None without such blocks. That scale cannot be learned: it has no gradient and no logarithm, and
+            once it has left 0 its steps, which are relative to it, are too small for weights that grow from 0. It
+            follows from the block's weights, as a plain converter chooses it.
     """
 
     def __init__(self, matrices: list[QuantisedMatrix]) -> None:
@@ -123,6 +127,8 @@ class LearnedScales:
         )
         self.steps = 0
         self.matrices = matrices
+        self.following: torch.Tensor | None = None
+        self._followed: list[QuantisedMatrix] = []  # with such blocks among those of this process
         for matrix in matrices:
             matrix.scales, matrix.gradients = self.of(matrix, self.stored), self.of(matrix, self.gradient)
 
@@ -135,6 +141,36 @@ class LearnedScales:
         for own, part in zip(self.of(matrix, self.values), scales, strict=True):
             if own is not None and part is not None:
                 own.copy_(part[matrix.rows])
+
+    def find_following(self) -> None:
+        """Find the blocks whose scale is 0; every process calls it, and waits for the device."""
+        found = torch.zeros_like(self.values)
+        for matrix in self.matrices:
+            assert matrix.scales is not None
+            for own in self.of(matrix, found):
+                if own is not None:
+                    own.copy_(matrix.scales.scale == 0)
+        any_block = found.any().float()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(any_block, dist.ReduceOp.MAX)
+        self.use_following(found if bool(any_block) else None)
+
+    def use_following(self, following: torch.Tensor | None) -> None:
+        """Set the blocks whose scales follow from their weights; None for none in any process."""
+        self.following = following
+        self._followed = []
+        for matrix in [] if following is None else self.matrices:
+            if bool(self.of(matrix, following).scale.any()):
+                self._followed.append(matrix)
+
+    def follow(self) -> None:
+        """Compute the scales that are not learned from the present weights of their blocks."""
+        for matrix in self._followed:
+            assert self.following is not None
+            first, marked = matrix.form.first(matrix.master), self.of(matrix, self.following)
+            for own, part, mark in zip(self.of(matrix, self.values), first, marked, strict=True):
+                if own is not None and part is not None and mark is not None:
+                    own.copy_(torch.where(mark > 0, part, own))
 
     def store(self) -> None:
         """Round the values to those of a file."""

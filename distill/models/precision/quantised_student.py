@@ -27,10 +27,10 @@ import torch.distributed as dist
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into
 from distill_kernels.torch_internals import foreach_copy_
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from distill.core.errors import RunError
+from distill.core.tensor_files import write_tensors
 from distill.models.head import bare
 from distill.models.precision.dtypes import QUANTISED
 from distill.models.precision.quantised_formats import Formats, SavedBlocks, formats_of, plain_name, plain_parameters
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from distill.models.precision.quantised_adapters import Adapter
 
 STATE_FILE = "quantised.safetensors"  # in a checkpoint: master weights, scales and their moments
+FOLLOWING = "following"  # in that file: the blocks whose scales follow from their weights; empty without any
 SCALE_RATE = 4.0  # learning rate of log scales, relative to that of weights
 
 
@@ -104,6 +105,7 @@ class QuantisedWeights:
             matrix.base.copy_(weight[matrix.rows])
             fake_quantise_into(parameter, weight, matrix.form, scales)
         self.scales.store()
+        self.scales.find_following()
 
     def use_shards(self, model: nn.Module) -> None:
         """Go on with this process's rows of the parameters of a model that FSDP2 may have sharded since the start."""
@@ -115,7 +117,11 @@ class QuantisedWeights:
     @torch.no_grad()
     def round(self) -> None:
         """Round the master weights into the parameters."""
+        self.scales.follow()
         self.scales.store()
+        self._write_rounded()
+
+    def _write_rounded(self) -> None:
         for matrix in self.matrices.values():
             matrix.round()
 
@@ -164,7 +170,7 @@ class QuantisedWeights:
                 tensors[name] = tensor.cpu().contiguous()
         saved = self.saved()
         if folder is not None:
-            save_file(tensors, folder / STATE_FILE)
+            write_tensors(folder / STATE_FILE, tensors)
             codes = {name: matrix.codes() for name, matrix in self.matrices.items()} if self.adapted else None
             saved._replace(codes=codes).write(folder)
 
@@ -174,6 +180,8 @@ class QuantisedWeights:
             yield f"master.{name}", gather_rows(matrix.base, matrix.parameter)
         for name, tensor in self.scales.state().items():
             yield name, self.scales.gathered(tensor)
+        following = self.scales.following
+        yield FOLLOWING, torch.zeros(0) if following is None else self.scales.gathered(following)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
@@ -187,14 +195,25 @@ class QuantisedWeights:
             raise RunError(f"--resume: {path} is missing, which a quantised student's checkpoint has")
         masters, state = {f"master.{name}": matrix for name, matrix in self.matrices.items()}, self.scales.state()
         with safe_open(str(path), framework="pt") as file:
-            if wrong := sorted({*masters, *state, "steps"} ^ set(file.keys())):
+            there = set(file.keys())
+            if wrong := sorted({*masters, *state, "steps"} ^ (there - {FOLLOWING})):
                 raise RunError(f"--resume: {path}: {wrong[0]} exists in only one of checkpoint and student")
             for name, matrix in masters.items():
                 matrix.base.copy_(file.get_slice(name)[matrix.rows])
             for name, tensor in state.items():
                 self.scales.take(tensor, file.get_tensor(name))
             self.scales.steps = int(file.get_tensor("steps"))
-        self.round()
+            following = file.get_tensor(FOLLOWING) if FOLLOWING in there else None
+        self.scales.store()
+        if following is None:  # a checkpoint of an earlier version
+            self.scales.find_following()
+        elif not len(following):
+            self.scales.use_following(None)
+        else:
+            own = torch.zeros_like(self.scales.values)
+            self.scales.take(own, following)
+            self.scales.use_following(own)
+        self._write_rounded()
 
     @torch.no_grad()
     def saved(self) -> SavedBlocks:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from distill_kernels.torch_internals import foreach_lerp_
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
+from distill.core.tensor_files import write_tensors
 from distill.models.head import bare
 from distill.teachers.backends.local import LoadedTeacher, LocalPlan, truncated
 from distill.teachers.footprint import Footprint, FootprintContext
@@ -62,7 +63,7 @@ class AveragedTeacher(LoadedTeacher):
         self._write_narrow()
 
     def save(self, checkpoint: Path) -> None:
-        save_file(self.average, checkpoint / FILE)
+        write_tensors(checkpoint / FILE, self.average)
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:

@@ -109,6 +109,7 @@ def _forward_kernel(
     y = tl.minimum(tl.maximum(codes, LOW), HIGH) * scale[:, None]
     if MINIMUM:
         y -= tl.load(minimum_ptr + rows, mask=rows < n_blocks, other=0.0)[:, None]
+    y = tl.where(tl.abs(w) < float("inf"), y, w)  # clamped codes would make NaN and infinity finite
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

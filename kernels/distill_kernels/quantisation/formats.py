@@ -79,8 +79,18 @@ def reference_quantise(weight: torch.Tensor, name: str | Format, scales: Scales 
         scales: Scales of the blocks, rounded to those that the file holds before use; None for the format's own.
 
     Raises:
-        ValueError: For a shape that the format cannot hold.
+        ValueError: For a shape that the format cannot hold, and numbers that no file holds: NaN and infinity.
     """
+    if not weight.isfinite().all():
+        raise ValueError(f"weight: expected finite numbers for a file, got {_not_finite(weight)}")
+    return _quantised(weight, name, scales)
+
+
+def _not_finite(weight: torch.Tensor) -> str:
+    return f"{int((~weight.isfinite()).sum())} of {weight.numel()} that are NaN or infinite"
+
+
+def _quantised(weight: torch.Tensor, name: str | Format, scales: Scales | None) -> Blocks:
     form = check_fits(weight, name, scales)
     chosen = form.first(weight) if scales is None else scales
     stored = form.store(chosen)
@@ -94,8 +104,12 @@ def reference_quantise(weight: torch.Tensor, name: str | Format, scales: Scales 
 
 
 def reference_fake_quantise(weight: torch.Tensor, name: str | Format, scales: Scales | None = None) -> torch.Tensor:
-    """Return the values that `weight` has after quantisation, in its own dtype: the specification of the kernel."""
-    return reference_quantise(weight, name, scales).values().to(weight.dtype)
+    """Return the values that `weight` has after quantisation, in its own dtype: the specification of the kernel.
+
+    NaN and infinity stay what they are: as codes, which are clamped, they would become finite.
+    """
+    values = _quantised(weight, name, scales).values().to(weight.dtype)
+    return torch.where(weight.isfinite(), values, weight)
 
 
 def reference_learned_gradients(

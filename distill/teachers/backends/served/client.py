@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds of backoff
 CONNECT_SECONDS, HEALTH_SECONDS = 10.0, 5.0
+MOST_BYTES, CHUNK = 4 << 30, 1 << 20  # of a reply, and of one read of it
 LARGE = 1 << 16  # bytes from which on an answer is read into pinned memory
 TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -246,6 +247,7 @@ class Servers:
         self, url: str, method: str, path: str, body: bytes | None, kind: str, anew: bool = False
     ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
         """Send a request over a kept connection or a new one; return the response and its whole body."""
+        until = time.monotonic() + self.config.wait
         headers = self._headers | ({} if body is None else {"content-type": kind})
         while True:
             with self._lock:
@@ -255,7 +257,7 @@ class Servers:
             try:
                 connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
                 response = connection.getresponse()
-                content = _content(response)
+                content = _content(response, until)
                 if self.config.sums:
                     _require_sound(response, content, question_hash(path, body or b""))
             except BaseException as error:
@@ -371,21 +373,43 @@ def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, qu
 def _identity(url: str, body: bytes) -> Identity:
     try:
         return Identity.read(json.loads(body))
-    except (ProtocolError, ValueError) as error:
+    except (ProtocolError, ValueError, RecursionError) as error:
         raise ValueError(f"teacher.url: {url}: {error}") from None
 
 
-def _content(response: http.client.HTTPResponse) -> torch.Tensor:
-    """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it."""
+def _require_in_bounds(size: int, until: float) -> None:
+    """Raise for a reply that is too large, or not whole at its deadline."""
+    if size > MOST_BYTES:
+        raise TeacherUnavailableError(f"teacher.url: expected a reply of at most {MOST_BYTES:,} bytes, got {size:,}")
+    if time.monotonic() > until:
+        raise TimeoutError("the whole reply did not come in time")
+
+
+def _content(response: http.client.HTTPResponse, until: float) -> torch.Tensor:
+    """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it.
+
+    Args:
+        response: Response whose head was read.
+        until: Time of `time.monotonic` by which the whole body must be there.
+    """
     if response.length is None:  # in chunks, as other servers send
-        return torch.frombuffer(bytearray(response.read() or b"\0"), dtype=torch.uint8)
+        chunks = bytearray()
+        while chunk := response.read1(CHUNK):
+            chunks += chunk
+            _require_in_bounds(len(chunks), until)
+        return torch.frombuffer(chunks or bytearray(b"\0"), dtype=torch.uint8)
+    _require_in_bounds(response.length, until)
     pinned = torch.cuda.is_initialized() and response.length > LARGE
     content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
     memory, place = content.numpy().data, 0
     while place < len(memory):
-        if not (count := response.readinto(memory[place:])):
+        # a read returns what has come, so that a server that sends a byte now and then is seen
+        chunk = response.read1(min(len(memory) - place, CHUNK))
+        if not chunk:
             raise http.client.IncompleteRead(b"", len(memory) - place)
-        place += count
+        memory[place : place + len(chunk)] = chunk
+        place += len(chunk)
+        _require_in_bounds(place, until)
     response.close()
     return content
 
@@ -398,7 +422,7 @@ def with_query(path: str, **params: object) -> str:
 def _line(content: torch.Tensor) -> str:
     """Return the text of an error's body, in one line."""
     text = content[:2000].numpy().tobytes().decode(errors="replace")
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         tree = json.loads(text)
         inner = tree.get("error", tree.get("message", tree)) if isinstance(tree, dict) else tree
         text = str(inner.get("message", inner) if isinstance(inner, dict) else inner)

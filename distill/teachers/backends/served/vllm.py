@@ -30,6 +30,7 @@ from distill.teachers.backends.served.protocol import JSON, TargetRequest, docum
 from distill.teachers.backends.served.teacher_client import HttpTeacherClient, TargetSpec, TargetTensors, require_sound
 
 HEALTH_SECONDS, DEAD_SECONDS = 1.0, 15.0  # seconds between two checks; of silence until servers count as dead
+MOST_IDS = 1 << 31  # token ids are below
 LEAST = -1e4  # vLLM sends -9999 for a logprob of minus infinity
 MOST_LOGPROB, MOST_SUM = 1e-4, 1 + 1e-3  # of one token; of a sum of probabilities: above is no rounding
 
@@ -46,7 +47,7 @@ def served_model(servers: Servers) -> dict[str, object]:
         try:
             (model, *_) = json.loads(body)["data"]
             found[url] = {name: model.get(name) for name in ("id", "root", "max_model_len")}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"teacher.url: {url}: expected vLLM's list of models, got {body[:60]!r}") from None
     (first, identity), *others = found.items()
     for url, other in others:
@@ -167,7 +168,7 @@ class VllmClient(HttpTeacherClient):
                 for choice, piece in zip(choices, pieces, strict=True)
                 for place in _checked(choice, piece).query.tolist()
             ]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             fault = f"{type(error).__name__}: {error}"
             raise TeacherUnavailableError(f"teacher.url: a response that is not vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
@@ -211,6 +212,8 @@ def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
 def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[list[int], list[float], float]:
     """Return the top K ids and log-probabilities in order, and the label's log-probability, of a token's mapping."""
     known = {int(token): max(float(value["logprob"]), LEAST) for token, value in entry.items()}
+    if wrong := next((token for token in known if not 0 <= token < MOST_IDS), None):
+        raise TeacherUnavailableError(f"teacher.url: prompt_logprobs: expected token ids from 0 on, got {wrong}")
     if label not in known:
         raise TeacherUnavailableError(
             "teacher.url: prompt_logprobs lack the prompt's own token: they are of other positions"

@@ -181,7 +181,7 @@ class VllmHiddenClient(VllmClient):
         """Return the path of the file that an answer names, on this machine."""
         try:
             return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise TeacherUnavailableError(
                 "teacher.folder: a response without kv_transfer_params.hidden_states_path: start vLLM with the method "
                 "extract_hidden_states and its ExampleHiddenStatesConnector"

@@ -39,10 +39,10 @@ import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from distill.core.errors import quote
-from distill.core.files import atomic_path, write_json
+from distill.core.files import write_json
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 
@@ -183,12 +183,6 @@ def write_signed(path: Path, value: Mapping[str, Any]) -> None:
 def shard_path(folder: Path, number: int) -> Path:
     """Return the file of a shard."""
     return folder / f"{SHARD}{number:05d}.safetensors"
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file atomically: it is whole, and on the disk, or absent."""
-    with atomic_path(path) as beside:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:

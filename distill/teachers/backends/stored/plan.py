@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
-from distill.core.files import atomic_folder
+from distill.core.files import atomic_folder, waiting_lock
 from distill.core.manifest import file_checksums
+from distill.core.tensor_files import write_tensors
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.loading import save_student
 from distill.objectives.hidden import HiddenFormat
@@ -38,12 +40,13 @@ from distill.teachers.backends.stored.format import (
     split_ids,
     sum_of_sums,
     write_signed,
-    write_tensors,
 )
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.backends.stored.read import data_settings
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.base import Teacher
+
+BEGIN_LOCK = ".begin.lock"
 
 
 class LogitHead(NamedTuple):
@@ -165,18 +168,28 @@ def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, to
 
 
 def write_companions(folder: Path, config: Any, tokenizer: Any, head: HeadWeights | None, cut: Any) -> None:
-    """Write what goes with the shards: the model's configuration, the tokenizer, and where they are not there yet the
-    head (None where K tokens are stored) and the student that is cut from the teacher (None for any other).
+    """Write what goes with the shards and is not there yet: the model's configuration, the tokenizer, the head (None
+    where K tokens are stored) and the student that is cut from the teacher (None for any other).
+
+    The caller holds `begin_lock`; each appears whole, since other processes may read while this one writes.
     """
-    config.save_pretrained(folder / TEACHER)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder / TOKENIZER)
+    if not (folder / TEACHER).is_dir():
+        with atomic_folder(folder / TEACHER) as beside:
+            config.save_pretrained(beside)
+    if tokenizer is not None and not (folder / TOKENIZER).is_dir():
+        with atomic_folder(folder / TOKENIZER) as beside:
+            tokenizer.save_pretrained(beside)
     if head is not None and not (folder / HEAD).is_file():
         tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
-        write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
+        write_tensors(folder / HEAD, {name: tensor.clone() for name, tensor in tensors.items()})
     if cut is not None and not (folder / STUDENT).is_dir():
         with atomic_folder(folder / STUDENT) as beside:
             save_student(cut, None, beside)
+
+
+def begin_lock(folder: Path) -> AbstractContextManager[None]:
+    """Return the lock under which one process of all runs begins a store, adds its companions, or completes it."""
+    return waiting_lock(folder / BEGIN_LOCK, f"waiting for another process, which begins or completes {folder}")
 
 
 def close_cache(folder: Path, plan: Plan) -> Plan:

@@ -43,7 +43,15 @@ from distill.teachers.backends.stored.format import (
     write_signed,
 )
 from distill.teachers.backends.stored.identity import require_same_teacher
-from distill.teachers.backends.stored.plan import LogitHead, Origin, head_of, hidden_content, plan_of, write_companions
+from distill.teachers.backends.stored.plan import (
+    LogitHead,
+    Origin,
+    begin_lock,
+    head_of,
+    hidden_content,
+    plan_of,
+    write_companions,
+)
 from distill.teachers.backends.stored.settings import Settings, default_tail
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import CachedTeacher, StoredTeacher
@@ -299,16 +307,20 @@ class StoredPlan(TeacherPlan):
     def _begin(self, plan: Plan, kept: StoredTeacher, context: LoadContext, tokenizer: object) -> Plan:
         """Begin a cache in the folder, or go on with the one that is there; returns its plan."""
         assert self.folder is not None
+        self._require_empty()
+        make_folder(self.folder)
+        with begin_lock(self.folder):  # several runs may begin one store at once, as a sweep over seeds does
+            return self._begin_locked(plan, kept, context, tokenizer)
+
+    def _begin_locked(self, plan: Plan, kept: StoredTeacher, context: LoadContext, tokenizer: object) -> Plan:
+        assert self.folder is not None
         if (begun := self.plan) is not None:
             self._require_same(begun, plan)
-        else:
-            self._require_empty()
         if problems := self.room_problems():
             raise ValueError(problems[0])
         if begun is not None:
             plan = begun
         else:
-            make_folder(self.folder)
             write_signed(self.folder / PLAN, plan)
         if not (self.folder / MANIFEST).is_file():
             cut, student = None, self.recipe.student
@@ -324,8 +336,14 @@ class StoredPlan(TeacherPlan):
         return plan
 
     def _require_empty(self) -> None:
+        """Check that a folder without a plan is empty, but for locks and temporary files.
+
+        The plan is the first other file that is written, so it is looked for after the others: another run may begin
+        the store meanwhile.
+        """
         assert self.folder is not None
-        if self.folder.exists() and any(self.folder.iterdir()):
+        others = self.folder.exists() and any(not path.name.startswith(".") for path in self.folder.iterdir())
+        if others and self.plan is None:
             raise ValueError(f"{self.place}: {self.folder} is not empty and holds no cache; name another folder")
 
     def _require_same(self, begun: Plan, now: Plan) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 
 from distill.core.files import try_lock
 from distill.core.ranks import is_main_process
+from distill.core.tensor_files import write_tensors
 from distill.models.precision.host_copy import HostCopy
 from distill.teachers.backends.stored.format import (
     MANIFEST,
@@ -38,12 +40,12 @@ from distill.teachers.backends.stored.format import (
     read_json,
     shard_path,
     write_signed,
-    write_tensors,
 )
-from distill.teachers.backends.stored.plan import close_cache, shard_of
+from distill.teachers.backends.stored.plan import begin_lock, close_cache, shard_of
 from distill.teachers.backends.stored.read import KEPT_CURE, Shards
 from distill.teachers.backends.stored.settings import SHARD_BYTES
 
+MOST_LISTINGS, LOOK_S = 600, 0.05  # of shards that are renamed meanwhile, and seconds between two
 PART, SETTLED = f"{SHARD}part-", "settled.json"
 log = logging.getLogger(__name__)
 _locks: dict[Path, int | None] = {}  # held until this process ends
@@ -82,7 +84,7 @@ class Store(Shards):
         self, plan: Plan, folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
     ) -> None:
         self.manifest, self.folder, self.path = plan, folder, folder or Path()
-        self._mapped: dict[str, dict[str, np.ndarray]] = {}
+        self._mapped: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # by device and inode: names change
         self._pending: dict[bytes, Piece] = {}  # not mapped yet, the last ones not written
         self._unwritten: list[bytes] = []
         self._waiting = 0  # positions of these
@@ -90,10 +92,13 @@ class Store(Shards):
         self._writing: tuple[str, list[bytes], Future[None]] | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self.required = required
-        names = self._listed()
-        settled = set((read_json(self.path / SETTLED) or {}).get("parts", ())) if folder else set()
         own = f"{PART}{self._rank:04d}-"
-        self._map([n for n in names if all_parts or n in settled or n.startswith(own) or not n.startswith(PART)])
+
+        def readable(names: Sequence[str]) -> list[str]:
+            settled = set((read_json(self.path / SETTLED) or {}).get("parts", ())) if folder else set()
+            return [n for n in names if all_parts or n in settled or n.startswith(own) or not n.startswith(PART)]
+
+        self._map(readable)
         self.missing = [key for key in required if not self.has(key)]
 
     # --------------------------------------------------------------- reading
@@ -113,11 +118,39 @@ class Store(Shards):
         names = sorted(path.name for path in self.folder.glob(f"{SHARD}*.safetensors")) if self.folder else []
         return sorted(names, key=lambda name: name.startswith(PART))
 
-    def _map(self, names: Sequence[str]) -> None:
-        parts = {name: arrays for name, arrays in self._mapped.items() if name.startswith(PART)}  # numbers change files
-        self._mapped = {name: parts.get(name) or map_tensors(self.path / name, self.cure) for name in names}
-        self._names, self.shards = list(self._mapped), list(self._mapped.values())
+    def _map(self, readable: Callable[[Sequence[str]], Sequence[str]] = lambda names: names) -> None:
+        """Map the shards, among all that there are those that `readable` returns.
+
+        Another run may rename its parts into shards between listing and mapping; then they are listed again. What is
+        mapped stays readable under whatever name, or none.
+        """
+        for _ in range(MOST_LISTINGS):
+            mapped: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+            names: list[str] = []
+            try:
+                for name in readable(self._listed()):
+                    inode, arrays = self._mapped_file(self.path / name)
+                    if inode not in mapped:  # one that was renamed while they were listed may be listed twice
+                        mapped[inode] = arrays
+                        names.append(name)
+            except FileNotFoundError:
+                time.sleep(LOOK_S)
+                continue
+            break
+        else:
+            raise ValueError(f"{self.path}: its shards change names all the time; {self.cure}")
+        self._mapped, self._names, self.shards = mapped, names, list(mapped.values())
         self._index()
+
+    def _mapped_file(self, path: Path) -> tuple[tuple[int, int], dict[str, np.ndarray]]:
+        """Return device and inode of a shard, and its arrays, which are mapped once."""
+        inode = _inode(path)
+        if inode not in self._mapped:
+            arrays = map_tensors(path, self.cure)
+            if _inode(path) != inode:  # another file has taken the name
+                raise FileNotFoundError(path)
+            return inode, arrays
+        return inode, self._mapped[inode]
 
     # --------------------------------------------------------------- storing
 
@@ -175,9 +208,11 @@ class Store(Shards):
         name, keys, future = self._writing
         self._writing = None
         future.result()
-        self._map([*self._names, name])
+        known = {*self._names, name}
+        self._map(lambda names: [each for each in names if each in known or not each.startswith(PART)])
         for key in keys:
-            del self._pending[key]
+            if self.find(key) is not None:  # else the file was deleted meanwhile: the outputs stay in memory
+                del self._pending[key]
 
     def finish_writing(self) -> None:
         """Wait for the part that is being written, whether or not that fails."""
@@ -199,28 +234,38 @@ class Store(Shards):
             self.land()
         _wait()
         if is_main_process() and self.writes:
-            self._map(self._listed())
+            self._map()
             if any(self.find(key) is None for key in self.missing):
                 parts = [name for name in self._names if name.startswith(PART)]
                 write_signed(self.folder / SETTLED, {"parts": parts})
             else:
                 self.close()
         _wait()
-        self._map(self._listed())
+        self._map()
         self.missing = [key for key in self.missing if self.find(key) is None]
 
     def close(self) -> None:
         """Make a complete cache of the folder, of all mapped shards, once every document is stored."""
         assert self.folder is not None
+        with begin_lock(self.folder):
+            self._close_locked(self.folder)
+
+    def _close_locked(self, folder: Path) -> None:
         parts = [name for name in self._names if name.startswith(PART)]
-        manifest = read_json(self.folder / MANIFEST)
+        manifest = read_json(folder / MANIFEST)
         if not parts and manifest is not None and len(manifest["shards"]) == len(self._names):
             return
         for number, name in enumerate(self._names):  # parts become shards, and gaps of deleted ones are closed
-            if name != shard_path(self.folder, number).name:
-                os.replace(self.folder / name, shard_path(self.folder, number))
-        (self.folder / SETTLED).unlink(missing_ok=True)
-        close_cache(self.folder, manifest or self.manifest)
+            if name != shard_path(folder, number).name:
+                os.replace(folder / name, shard_path(folder, number))
+        self._names = [shard_path(folder, number).name for number in range(len(self._names))]
+        (folder / SETTLED).unlink(missing_ok=True)
+        close_cache(folder, manifest or self.manifest)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _wait() -> None:
