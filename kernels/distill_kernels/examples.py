@@ -136,15 +136,15 @@ def _shuffled(rows: int) -> torch.Tensor:
     return torch.tensor([row for row in (*range(3, rows), 0, 2) if row < rows])
 
 
-STUDENT: dict[str, Make] = {
+STUDENT: dict[str, Any] = {
     "student_hidden": lambda s: floats(s.rows, s.hidden),
     "student_weight": lambda s: weights(s.vocab, s.hidden),
 }
-TEACHER: dict[str, Make] = {
+TEACHER: dict[str, Any] = {
     "teacher_hidden": lambda s: floats(s.rows, 3 * s.hidden // 4),
     "teacher_weight": lambda s: weights(s.vocab, 3 * s.hidden // 4, seed=1),
 }
-TOKENS: dict[str, Make] = {
+TOKENS: dict[str, Any] = {
     "labels": lambda s: below(s.vocab, s.rows, seed=1),
     "student_bias": lambda s: floats(s.vocab, seed=2),
     "token_weights": lambda s: floats(s.rows, seed=3).abs() + 0.5,
@@ -152,12 +152,12 @@ TOKENS: dict[str, Make] = {
     "lora_a": lambda s: floats(3, s.hidden, seed=4),
     "lora_b": lambda s: floats(s.vocab, 3, seed=5) * 0.2,
 }
-TEACHER_BIAS: dict[str, Make] = {"teacher_bias": lambda s: floats(s.vocab, seed=6)}
-TOP_K: dict[str, Make] = {
+TEACHER_BIAS: dict[str, Any] = {"teacher_bias": lambda s: floats(s.vocab, seed=6)}
+TOP_K: dict[str, Any] = {
     "teacher_ids": lambda s: floats(s.rows, s.vocab, seed=8).argsort(-1)[:, : s.k].contiguous(),
     "teacher_logprobs": lambda s: floats(s.rows, s.k, seed=7).log_softmax(-1) - 0.3,
 }
-SAMPLED: dict[str, Make] = {
+SAMPLED: dict[str, Any] = {
     "advantages": lambda s: floats(s.rows, seed=9),
     "old_logprobs": lambda s: floats(s.rows, seed=10) * 0.1 - 4,
     "reference_logprobs": lambda s: floats(s.rows, seed=11) - 4,
@@ -165,10 +165,10 @@ SAMPLED: dict[str, Make] = {
 LEARNED = "student_hidden student_weight student_bias lora_a lora_b"
 
 
-def linear(loss: Callable[..., object], *given: dict[str, Make], scalar: bool = True, wide: bool = False) -> Example:
+def linear(loss: Callable[..., object], *given: dict[str, Any], scalar: bool = True, wide: bool = False) -> Example:
     """Return an example of a loss of hidden states and heads, with every argument that such losses take."""
 
-    def run(lora_a: torch.Tensor, lora_b: torch.Tensor, **tensors: torch.Tensor) -> object:
+    def run(lora_a: torch.Tensor, lora_b: torch.Tensor, **tensors: Any) -> object:
         return loss(**tensors, student_lora=(lora_a, lora_b, 0.5))
 
     tensors = {name: value for part in (STUDENT, *given, TOKENS) for name, value in part.items()}
@@ -183,7 +183,7 @@ def linear(loss: Callable[..., object], *given: dict[str, Make], scalar: bool = 
     )
 
 
-def plain(loss: Callable[..., object], *given: dict[str, Make], wide: bool = False) -> Example:
+def plain(loss: Callable[..., object], *given: dict[str, Any], wide: bool = False) -> Example:
     """Return an example of a loss of hidden states and heads, without optional arguments."""
     tensors = {name: value for part in (STUDENT, *given) for name, value in part.items()}
     return call(loss, "student_hidden student_weight", fixed="teacher_logprobs", scalar=True, wide=wide, **tensors)
@@ -216,8 +216,8 @@ def own_loss(student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.
     return (student - teacher).square().mean(-1) - picked
 
 
-def head_of(weight: torch.Tensor, bias: torch.Tensor) -> nn.Module:
-    head = nn.Linear(1, 1)
+def head_of(weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    head: Any = nn.Linear(1, 1)
     del head.weight, head.bias
     head.weight, head.bias = weight, bias  # as given: a Parameter would lose no stride, but be another leaf
     return head
@@ -264,7 +264,7 @@ def in_fp8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
 
 
 def swapped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
-    linear = nn.Linear(*weight.shape[::-1], device=x.device)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], device=x.device)
     linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
     model = nn.Sequential(linear)
     ours.swap_linears_for_fp8(model)
@@ -285,18 +285,18 @@ def _documents(sizes: Sizes, first: int) -> torch.Tensor:
     return torch.tensor([0, sizes.length * first // 20, sizes.length])
 
 
-MATRICES = {
+MATRICES: dict[str, Any] = {
     "x": lambda s: floats(s.rows, s.hidden),
     "weight": lambda s: weights(s.vocab, s.hidden),
     "bias": lambda s: floats(s.vocab, seed=1),
 }
-ROWS = {"x": lambda s: floats(s.rows, s.hidden), "weight": lambda s: floats(s.hidden) + 1}
+ROWS: dict[str, Any] = {"x": lambda s: floats(s.rows, s.hidden), "weight": lambda s: floats(s.hidden) + 1}
 FIRST_AND_LAST = [ours.LossTerm("jsd", 0.5), ours.LossTerm("reverse_kl", 0.5), ours.LossTerm("cross_entropy", 0.3)]
-LENGTHS = {
+LENGTHS: dict[str, Any] = {
     "lengths": lambda s: torch.tensor([s.length - 3, s.length // 2 + 1]),
     "starts": lambda s: torch.tensor([2, 1]),
 }
-CACHE = {
+CACHE: dict[str, Any] = {
     "k": lambda s: floats(2, s.kv_heads, s.length, s.head),
     "v": lambda s: floats(2, s.kv_heads, s.length, s.head, seed=1),
 }
@@ -507,10 +507,10 @@ def _divergences() -> dict[str, Example]:
     for kind in DIVERGENCES:
         terms, jumps = [ours.LossTerm(kind, 0.7)], kind == "tvd"  # whose gradient is a sign
 
-        def over_heads(terms: list[Any] = terms, **tensors: torch.Tensor) -> object:
+        def over_heads(terms: list[Any] = terms, **tensors: Any) -> object:
             return ours.fused_distillation_loss(terms=terms, temperature=2.0, **tensors)
 
-        def over_logits(terms: list[Any] = terms, **tensors: torch.Tensor) -> object:
+        def over_logits(terms: list[Any] = terms, **tensors: Any) -> object:
             return ours.distillation_loss(terms=terms, temperature=2.0, **tensors)
 
         rows[f"fused_distillation_loss: {kind}"] = plain(over_heads, TEACHER, wide=jumps)
@@ -518,14 +518,19 @@ def _divergences() -> dict[str, Example]:
     return rows
 
 
-CAPPED = {"student_softcap": 5.0, "teacher_softcap": 7.0, "student_logit_scale": 0.5, "teacher_logit_scale": 1.5}
+CAPPED: dict[str, Any] = {
+    "student_softcap": 5.0,
+    "teacher_softcap": 7.0,
+    "student_logit_scale": 0.5,
+    "teacher_logit_scale": 1.5,
+}
 
 
-def _capped(**tensors: torch.Tensor) -> object:
+def _capped(**tensors: Any) -> object:
     return ours.fused_kl_loss(**tensors, temperature=2.0, **CAPPED)
 
 
-def _smoothed(**tensors: torch.Tensor) -> object:
+def _smoothed(**tensors: Any) -> object:
     return ours.fused_cross_entropy_loss(**tensors, label_smoothing=0.1, z_loss=0.01)
 
 
@@ -533,13 +538,14 @@ def _smoothed_logits(student_logits: torch.Tensor, labels: torch.Tensor) -> obje
     return ours.cross_entropy(student_logits, labels, label_smoothing=0.1, z_loss=0.01)
 
 
-def _with_stats(**tensors: torch.Tensor) -> object:
-    loss, stats = ours.fused_kl_loss(**tensors, temperature=2.0, return_stats=True)  # type: ignore[misc]
+def _with_stats(**tensors: Any) -> object:
+    made: Any = ours.fused_kl_loss(**tensors, temperature=2.0, return_stats=True)
+    loss, stats = made
     # the rows' agreement of top tokens may differ by rounding
     return (loss, *(value for name, value in stats._asdict().items() if name != "agreement"))
 
 
-LABELS = {"labels": TOKENS["labels"]}
+LABELS: dict[str, Any] = {"labels": TOKENS["labels"]}
 
 
 def _losses() -> dict[str, Example]:
@@ -562,20 +568,20 @@ def _losses() -> dict[str, Example]:
     }
     for tail in ("bucket", "renormalize", "sampled"):
 
-        def top_k(tail: str = tail, **tensors: torch.Tensor) -> object:
+        def top_k(tail: str = tail, **tensors: Any) -> object:
             return ours.fused_top_k_kl_loss(tail=tail, temperature=1.0 if tail == "sampled" else 2.0, **tensors)
 
         rows[f"fused_top_k_kl_loss: {tail}"] = plain(top_k, TOP_K)
     for tail in ("bucket", "renormalize"):
         for direction in ("forward", "reverse"):
 
-            def student_top_k(tail: str = tail, direction: str = direction, **tensors: torch.Tensor) -> object:
+            def student_top_k(tail: str = tail, direction: str = direction, **tensors: Any) -> object:
                 return ours.fused_student_top_k_kl_loss(k=4, tail=tail, direction=direction, **tensors)
 
             rows[f"fused_student_top_k_kl_loss: {direction}, {tail}"] = plain(student_top_k, TEACHER, wide=True)
     for estimator in KL_ESTIMATORS:
 
-        def policy(estimator: str = estimator, **tensors: torch.Tensor) -> object:
+        def policy(estimator: str = estimator, **tensors: Any) -> object:
             settings = {"clip": 0.2, "kl_weight": 0.3, "kl_estimator": estimator, "temperature": 2.0}
             return ours.fused_policy_gradient_loss(**tensors, **settings)
 
@@ -592,12 +598,12 @@ def _losses() -> dict[str, Example]:
     return rows
 
 
-QUERIES: dict[str, Make] = {
+QUERIES: dict[str, Any] = {
     "q": lambda s: floats(1, s.heads, s.length, s.head),
     "k": lambda s: floats(1, s.kv_heads, s.length, s.head),
     "v": lambda s: floats(1, s.kv_heads, s.length, s.head, seed=1),
 }
-SINKS: dict[str, Make] = {"sinks": lambda s: floats(s.heads, seed=3)}
+SINKS: dict[str, Any] = {"sinks": lambda s: floats(s.heads, seed=3)}
 ATTENTION: dict[str, dict[str, Any]] = {
     "causal": {},
     "not causal": {"causal": False},
@@ -613,7 +619,7 @@ def _attention() -> dict[str, Example]:
     rows = {}
     for name, settings in ATTENTION.items():
 
-        def attend(settings: dict[str, Any] = settings, **tensors: torch.Tensor) -> object:
+        def attend(settings: dict[str, Any] = settings, **tensors: Any) -> object:
             return ours.flash_attention(**tensors, **settings)
 
         rows[f"flash_attention: {name}"] = call(attend, "q k v", **QUERIES)
@@ -625,7 +631,7 @@ def _attention() -> dict[str, Example]:
                 **QUERIES,
                 cu_seqlens_q=lambda s: torch.tensor([0, s.length // 3, s.length // 2, s.length], dtype=torch.int32),
             )
-    new: dict[str, Make] = {"q": lambda s: floats(2, s.heads, 1, s.head), **CACHE, "lengths": LENGTHS["lengths"]}
+    new: dict[str, Any] = {"q": lambda s: floats(2, s.heads, 1, s.head), **CACHE, "lengths": LENGTHS["lengths"]}
     rows["decode_attention: one token"] = call(ours.decode_attention, **new)
     rows["decode_attention: window and soft cap"] = call(
         lambda **k: ours.decode_attention(window=7, softcap=2.0, **k), **new
@@ -656,7 +662,8 @@ def _learned_scales(name: str) -> Callable[..., Any]:
 
 
 def _quantisers() -> dict[str, Example]:
-    rows, matrix = {}, {"weight": lambda s: floats(s.rows, 768)}
+    rows = {}
+    matrix: dict[str, Any] = {"weight": lambda s: floats(s.rows, 768)}
     for name, form in FORMATS.items():
         rounds_to_bf16 = form.in_kernel and form.scale_dtype == torch.bfloat16
         needs = _rounding if rounds_to_bf16 else _anywhere
@@ -701,24 +708,29 @@ def _relation(packed: bool) -> Callable[..., torch.Tensor]:
     return run
 
 
+def _greedy(logits: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    return ours.sample_tokens(logits, zeros, zeros, 0.0)
+
+
 def _layers() -> dict[str, Example]:
-    pair: dict[str, Make] = {
+    pair: dict[str, Any] = {
         "gate": lambda s: floats(s.rows, s.hidden),
         "up": lambda s: floats(s.rows, s.hidden, seed=1),
     }
-    states: dict[str, Make] = {
+    states: dict[str, Any] = {
         "first": lambda s: floats(s.rows, s.hidden),
         "last": lambda s: floats(s.rows, s.hidden, seed=1),
         "other": lambda s: floats(s.rows, s.hidden, seed=2),
         "rows": lambda s: _shuffled(s.rows),
     }
-    relations: dict[str, Make] = {
+    relations: dict[str, Any] = {
         "student": lambda s: floats(2, s.heads, s.length, s.head),
         "teacher": lambda s: floats(2, s.heads, s.length, s.head + 8, seed=1),
         "documents": lambda s: (torch.arange(s.length) * 3 // s.length).expand(2, -1).contiguous(),
     }
-    two = {"x": ROWS["x"], "weight": lambda s: weights(2 * s.hidden, s.hidden)}
-    adapter: dict[str, Make] = {
+    two: dict[str, Any] = {"x": ROWS["x"], "weight": lambda s: weights(2 * s.hidden, s.hidden)}
+    adapter: dict[str, Any] = {
         "a": lambda s: floats(3, s.hidden, seed=3),
         "b": lambda s: floats(2 * s.hidden, 3, seed=4),
     }
@@ -752,9 +764,7 @@ def _layers() -> dict[str, Example]:
         ),
         "softmax: long rows": call(ours.softmax, "x", x=lambda s: floats(s.rows, 8 * s.vocab)),
         "sample_tokens: greedy": call(
-            lambda logits: ours.sample_tokens(
-                logits, *[torch.zeros(len(logits), dtype=torch.int64).to(logits.device)] * 2, 0.0
-            ),
+            _greedy,
             wide=True,
             logits=lambda s: floats(s.rows, s.vocab),
         ),
@@ -782,7 +792,7 @@ def _layers() -> dict[str, Example]:
             weight=two["weight"],
         ),
         "fp8_swiglu_mlp": call(
-            lambda x, weight, down: fp8_swiglu_mlp(x, *weight.chunk(2), down),
+            lambda x, weight, down: fp8_swiglu_mlp(x, weight.chunk(2)[0], weight.chunk(2)[1], down),
             "x weight down",
             dtypes=SIXTEEN,
             needs=_fp8_units,
@@ -802,21 +812,23 @@ def _mixture(**settings: Any) -> Callable[..., torch.Tensor]:
     def run(
         x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, *rest: torch.Tensor, **named: Any
     ) -> torch.Tensor:
-        return experts(x, index, shares, *rest, **named, **settings)
+        call_experts: Any = experts
+        result: torch.Tensor = call_experts(x, index, shares, *rest, **named, **settings)
+        return result
 
     return run
 
 
 def _experts() -> dict[str, Example]:
     """Return mixtures of four experts, of which each token has two and the last has none."""
-    tensors: dict[str, Make] = {
+    tensors: dict[str, Any] = {
         "x": ROWS["x"],
         "index": lambda s: floats(s.rows, 3, seed=1).argsort(-1)[:, :2].contiguous(),
         "shares": lambda s: floats(s.rows, 2, seed=2).softmax(-1),
         "gate_up": lambda s: weights(8 * s.hidden, s.hidden).view(4, 2 * s.hidden, s.hidden),
         "down": lambda s: weights(4 * s.hidden, s.hidden, seed=1).view(4, s.hidden, s.hidden),
     }
-    biases: dict[str, Make] = {
+    biases: dict[str, Any] = {
         "gate_up_bias": lambda s: floats(4, 2 * s.hidden, seed=5),
         "down_bias": lambda s: floats(4, s.hidden, seed=6),
     }
