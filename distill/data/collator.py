@@ -117,12 +117,13 @@ class Collator:
         return batch
 
 
-def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+def move_batch(batch: Mapping[str, Any], device: torch.device | str, *, non_blocking: bool = False) -> dict[str, Any]:
     """Return a batch with its tensors on a device; other columns, such as a query to servers, stay in host memory."""
-    return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value  # which torch and accelerate skip, too
-        for name, value in batch.items()
-    }
+    moved = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):  # torch and accelerate skip the others, too
+            moved[name] = value.to(device, non_blocking=non_blocking)
+    return moved
 
 
 def _without_padding(row: Row) -> Row:

@@ -18,12 +18,11 @@ from distill_kernels import FusedAdamW
 
 from distill.caching.write import fill
 from distill.core.files import make_folder
-from distill.core.tensor_files import write_tensors
-from distill.data.collator import Collator
+from distill.data.collator import Collator, move_batch
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.archived import teacher_of_cache
-from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed
+from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed, write_tensors
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import SHARD_BYTES
 from distill.teachers.backends.stored.store import Store
@@ -79,7 +78,7 @@ def batches(
             made = collate(rows[start : start + batch_size])
             on_gpu = device.type == "cuda"
             pinned = {n: t.pin_memory() if on_gpu and isinstance(t, torch.Tensor) else t for n, t in made.items()}
-            yield {name: t.to(device, non_blocking=True) for name, t in pinned.items()}
+            yield move_batch(pinned, device, non_blocking=True)
 
 
 def seconds_a_step(objective: Any, student: Any, rows: list[Any], batch_size: int, steps: int) -> float:
