@@ -141,9 +141,8 @@ class ChatTemplate(Renderer):
             fits: Function that returns whether a prompt is short enough; turns with longer prompts may be left out.
 
         Raises:
-            RowFault: There is no assistant turn, an empty one, or the template refuses these messages or omits
-                content of them.
-            TemplateError: The assistant's text cannot be located in the template's output.
+            RowFault: There is no assistant turn, an empty one, the template refuses these messages or omits content of
+                them, or the assistant's text cannot be located in its output.
         """
         from distill.data import template_coverage
 

@@ -29,7 +29,7 @@ from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
 from distill.data.known_columns import advice, template_names
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
-from distill.data.rendering import NOT_RENDERED
+from distill.data.rendering import NOT_LOCATED, NOT_RENDERED
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
@@ -292,8 +292,9 @@ def _check(documents: Documents, tally: RowCounts, source: Source, field: str) -
         )
     dropped = sum(tally.dropped.values())
     if len(documents.origin) == 0:
+        at = "data.chat_template" if NOT_LOCATED in tally.dropped else field
         raise ValueError(
-            f"{field}: no trainable tokens in {source.name}: {plural(tally.rows_read, 'row')} read, "
+            f"{at}: no trainable tokens in {source.name}: {plural(tally.rows_read, 'row')} read, "
             f"{dropped:,} dropped{tally.reasons and f': {tally.reasons}'}"
         )
     if dropped * 10 > tally.rows_read:

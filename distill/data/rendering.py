@@ -28,6 +28,10 @@ TEMPLATE_SOURCE = 1 << 20  # largest size of a template's text, bytes
 CONVERSATION_SECONDS = 120.0  # a guard only: the limit of characters, equal on every machine, comes first
 TOO_LONG = "conversation too long"
 NOT_RENDERED = "not rendered by"  # of reasons for which rows are dropped
+NOT_LOCATED = (
+    "the assistant's text cannot be located in the chat template's output; a .jinja file with {% generation %} markers "
+    "around it tells where it stands"
+)
 FROZEN_DAY = datetime.date(2025, 1, 1)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from distill.data.assistant_turns import RenderedChat
 from distill.data.known_columns import REASONING
 from distill.data.messages import MessageContent, content_of
-from distill.data.rendering import NOT_RENDERED, Message, TemplateError, Tools
+from distill.data.rendering import NOT_RENDERED, Message, Tools
 from distill.data.rows import RowFault
 
 CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
@@ -107,7 +107,7 @@ def find_omission(render: Render, messages: Sequence[Message], tools: Tools, tur
     offered = [_tool(number) for number in range(min(2, len(tools)))] if tools else None
     try:
         examples = render(filled, offered, turns)
-    except (RowFault, TemplateError):
+    except RowFault:
         return None
     written = {turn: "".join(e.text[a:b] for a, b in e.spans) for e in examples for turn in e.turns}
     everything, lost, named, thought = examples[-1].text, list[str](), dict[str, None](), False
