@@ -125,9 +125,7 @@ class Turns:
             start += len(self._header)  # the generation prompt lacks the turn's header, which a model does not write
         return Turn(text, [(start, len(text))])
 
-    def _place(
-        self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str
-    ) -> int | None:
+    def _place(self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str) -> int | None:
         """Return where turn `number` begins in `upto`, whose earlier messages differ from those in `before`.
 
         Both texts are compared from the last words of an earlier message on: what `before` has there, the end of that

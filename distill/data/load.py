@@ -23,7 +23,7 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.core.units import plural
-from distill.data.chat import ChatOptions, ChatTemplate, load_template
+from distill.data.chat import ChatOptions, ChatTemplate, template_of
 from distill.data.copies import Chosen, count_copies
 from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
@@ -96,7 +96,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
         return _synthetic(data, size, seed)
     if tokenizer is None:
         raise ValueError(f"data.source: expected a tokenizer for text {data.source!r}; only synthetic needs none")
-    template = load_template(data.chat_template, tokenizer)
+    template = template_of(data, tokenizer)
 
     def encoder(format: Format, part: Part) -> Encoder:
         return Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(part.data))

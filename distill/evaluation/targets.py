@@ -209,7 +209,7 @@ def _as_read_by(section: Data, source: str) -> dict[str, Any]:
     """Return the data settings of a run that apply to `source`: chat template, trained turns, and columns if it has
     them.
     """
-    names = ("chat_template", "train_on", "reasoning", "empty_answers")
+    names = ("chat_template", "chat_template_kwargs", "train_on", "reasoning", "empty_answers")
     settings: dict[str, Any] = {name: getattr(section, name) for name in names}
     mapped = section.fields.model_dump(exclude_none=True)
     if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):
