@@ -38,6 +38,7 @@ __all__ = [
     "template_kwargs_of",
     "template_of",
     "with_template",
+    "with_template_kwargs",
 ]
 
 TrainOn = Literal["all", "each", "last"]
@@ -410,25 +411,25 @@ def load_template(
     return ChatTemplate(_file(choice), tokenizer, f"the chat template {Path(choice).name}", kwargs=kwargs)
 
 
-def with_template(tokenizer: Any, data: Data, kwargs: Mapping[str, Any] | None = None) -> Any:
+def with_template(tokenizer: Any, data: Data) -> Any:
     """Return the tokenizer with the chat template of a recipe's `data`, if that is a file, and its keyword arguments.
 
     Both are saved with the tokenizer, so that a student generates after the prompts that it was trained on.
-
-    Args:
-        tokenizer: Tokenizer of a model, which is changed.
-        data: The recipe's `data` section.
-        kwargs: Keyword arguments in place of `data.chat_template_kwargs`.
 
     Raises:
         ValueError: The file does not exist.
     """
     if data.chat_template not in ("tokenizer", "none"):
         tokenizer.chat_template = _file(data.chat_template)
-    own = dict(data.chat_template_kwargs if kwargs is None else kwargs)
+    return with_template_kwargs(tokenizer, data.chat_template_kwargs)
+
+
+def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return a copy of a tokenizer that generates with these keyword arguments of its chat template."""
+    made = copy.copy(tokenizer)
     others = {name: value for name, value in tokenizer.init_kwargs.items() if name != SAVED_KWARGS}
-    tokenizer.init_kwargs = {**others, **({SAVED_KWARGS: own} if own else {})}
-    return tokenizer
+    made.init_kwargs = {**others, **({SAVED_KWARGS: dict(kwargs)} if kwargs else {})}
+    return made
 
 
 def template_kwargs_of(tokenizer: Any) -> dict[str, Any]:

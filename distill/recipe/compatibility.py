@@ -432,6 +432,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "sample --from teacher": ("one teacher for all rows", "weights", "student's messages"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
     "eval": ("one teacher", "student's prompts"),
+    "generate": ("one teacher", "student's messages"),
 }
 
 
@@ -466,6 +467,6 @@ def require_command(recipe: Sections, command: str) -> None:
     Raises:
         ValueError: names the command, what it requires and what the recipe gives.
     """
-    way_out = "; or name a teacher by --teacher" if command == "eval" else ""
+    way_out = "; or name a teacher by --teacher" if command in ("eval", "generate") else ""
     for message in lacking(recipe, f"distill {command}", COMMANDS[command]):
         raise ValueError(message + way_out)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distill.data.chat import ChatTemplate, load_template, template_of, with_template
+from distill.data.chat import ChatTemplate, load_template, template_of, with_template, with_template_kwargs
 from distill.data.load import Splits, load_data
 from distill.data.rows import RowFault
 from distill.models.load.loading import load_config, load_tokenizer
@@ -59,7 +58,7 @@ class Vocabulary:
         self.teacher_tokenizer = self.tokenizer
         kwargs = teacher_kwargs(recipe.data, recipe.teacher)
         if self.tokenizer is not None and kwargs != recipe.data.chat_template_kwargs:
-            self.teacher_tokenizer = with_template(copy.copy(self.tokenizer), recipe.data, kwargs)
+            self.teacher_tokenizer = with_template_kwargs(self.tokenizer, kwargs)
         self.student_tokenizer = self.tokenizer
 
     @property
