@@ -165,7 +165,7 @@ class ChatTemplate(Renderer):
 
     def settings(self) -> list[object]:
         """Return everything that affects rendering, turn ends and row counts, as plain JSON."""
-        own = [self.source, sorted(self.stops), self.name, TRAINED, self.kwargs]
+        own: list[object] = [self.source, sorted(self.stops), self.name, TRAINED, self.kwargs]
         return own if self.tool_use is None else [*own, self.tool_use.source]
 
     @property
