@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distill.data.chat import ChatOptions, ChatTemplate, Message, RenderedChat, Tools
-from distill.data.messages import REASONING
+from distill.data.messages import QUESTION, REASONING, content_of
 from distill.data.rows import RowFault
 
 SETTINGS = ("all", "each", "last")
@@ -135,6 +135,8 @@ def _turn_faults(
     upto = template.raw(messages[: turn + 1], tools).text
     prompt = template.raw(messages[:turn], tools, prompt=True).text
     # --- the prompt is that of inference, or a part of it: a template may open a thought that a finished turn lacks
+    if before.startswith(prompt) and _plain_prompt(template).endswith(before[len(prompt) :]):
+        before = prompt  # the turn's header, which the generation prompt lacks here and a model does not write
     if not prompt.startswith(before) or any(word in prompt[len(before) :] for word in ("x ", "y")):
         yield f"the text before it is no prompt: {before[-60:]!r}, not {prompt[-60:]!r}"
         return
@@ -160,8 +162,16 @@ def _turn_faults(
 
 def _lost_thought(message: Message, prompt: str) -> str:
     """Return the reasoning that a template drops after a generation prompt that opens it."""
-    thought = next((str(message[name]) for name in REASONING if message.get(name)), "")
+    thought = content_of({**message, "content": _plain(message.get("content"))}).thought
     return thought.strip() if prompt.rstrip().endswith("<think>") else ""
+
+
+def _plain(content: Any) -> Any:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _plain_prompt(template: ChatTemplate) -> str:
+    return template.raw(template.adapter([QUESTION]), prompt=True).text
 
 
 def _bounds(template: ChatTemplate, messages: Sequence[Message], tools: Tools, turn: int, upto: str) -> tuple[int, int]:
