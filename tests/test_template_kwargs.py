@@ -11,6 +11,8 @@ from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.chat import ChatOptions, ChatTemplate, load_template, template_kwargs_of, template_of
 from distill.data.load import load_data
 from distill.data.rows import RowFault
+from distill.generation.environment import ChatFormat, Environment, EnvironmentLog
+from distill.generation.function_calls import FunctionInput
 from distill.generation.greedy import encode_prompt
 from distill.recipe import Data, RecipeError, parse
 from distill.run import run
@@ -302,3 +304,14 @@ def test_generate_and_chat_read_the_variables_of_each_model(models, tmp_path, mo
         name: own.decode(encode_prompt(own, "Why?")[0]).rpartition("<|start|>")[2] for name, own in tokenizers.items()
     }
     assert ends == {"teacher": "assistant\n", "student": "assistant\n<none>\n"}
+
+
+def test_an_environments_replies_are_rendered_with_the_rows_variables():
+    tokenizer = thinking_tokenizer(THINKING)
+    chat = ChatFormat(ChatTemplate(THINKING, tokenizer), tokenizer, frozenset())
+    environment = Environment(None, None, chat, 2, EnvironmentLog(None, 0))
+    replies = [{"role": "user", "content": "Sure?"}]
+    for kwargs, end in ((None, "assistant\n"), ({"enable_thinking": False}, "assistant\n<none>\n")):
+        given = FunctionInput("row 1", TURNS[:1], "So.", {"chat_template_kwargs": kwargs})
+        text = environment._text_after_response(TURNS[:1], replies, given, "here")
+        assert text == f"<|end|>\n<|start|>user\nSure?<|end|>\n<|start|>{end}"

@@ -169,10 +169,14 @@ class ChatTemplate(Renderer):
         return own if self.tool_use is None else [*own, self.tool_use.source]
 
     @property
-    def text(self) -> str:
-        """Return the template's text with its keyword arguments and that of `tool_use`, for hashes."""
-        more = [f"{json.dumps(self.kwargs, sort_keys=True)}"] * bool(self.kwargs)
-        return "\n".join([self.source, *more, *([] if self.tool_use is None else [self.tool_use.source])])
+    def definition(self) -> str:
+        """Return the template's text, followed by its keyword arguments and by `tool_use`, for hashes."""
+        parts = [self.source]
+        if self.kwargs:
+            parts.append(json.dumps(self.kwargs, sort_keys=True))
+        if self.tool_use is not None:
+            parts.append(self.tool_use.source)
+        return "\n".join(parts)
 
     def closings(self) -> set[str]:
         """Return the special tokens that end an assistant's turn, plain or with tool calls."""

@@ -20,7 +20,7 @@ def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> di
     if tokenizer is None:
         return {"tokenizer": None, "template": None}
     template = template_of(recipe.data, tokenizer)
-    text = None if template is None else hashlib.sha256(template.text.encode()).hexdigest()
+    text = None if template is None else hashlib.sha256(template.definition.encode()).hexdigest()
     return {"tokenizer": tokenizer_hash(tokenizer), "template": text}
 
 
