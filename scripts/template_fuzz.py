@@ -135,9 +135,9 @@ def _turn_faults(
     upto = template.raw(messages[: turn + 1], tools).text
     prompt = template.raw(messages[:turn], tools, prompt=True).text
     # --- the prompt is that of inference, or a part of it: a template may open a thought that a finished turn lacks
-    if before.startswith(prompt) and _plain_prompt(template).endswith(before[len(prompt) :]):
-        before = prompt  # the turn's header, which the generation prompt lacks here and a model does not write
-    if not prompt.startswith(before) or any(word in prompt[len(before) :] for word in ("x ", "y")):
+    # or has no header for the turn, where the finished turn has one
+    longer, shorter = sorted((prompt, before), key=len, reverse=True)
+    if not longer.startswith(shorter) or not _plain_prompt(template).endswith(longer[len(shorter) :]):
         yield f"the text before it is no prompt: {before[-60:]!r}, not {prompt[-60:]!r}"
         return
     # --- what is trained ends the text up to the turn, but for what closes it
