@@ -1,6 +1,6 @@
 """Random conversations through chat templates: what is trained for a turn is what the template renders for that turn.
 
-    python -m scripts.template_fuzz                    # 60 conversations through all templates of two packages
+    python -m scripts.template_fuzz                    # 60 conversations through all templates of TRL and llama.cpp
     python -m scripts.template_fuzz 200 --seed 3 gemma4 qwen3
 
 The oracle is the template's own rendering. Of the text up to a turn, the part that changes with the words of the
@@ -235,18 +235,20 @@ def run(templates: Mapping[str, ChatTemplate], count: int, seed: int) -> tuple[C
 
 def main() -> None:
     """Print the counts and the cells that are wrong."""
-    from scripts.public_templates import AXOLOTL, chat_template, templates
+    from scripts.public_templates import LLAMA_CPP, chat_template, originals, stops_in, templates
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", nargs="?", type=int, default=60, help="conversations for each template")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("names", nargs="*", help="names of templates; all by default")
     given = parser.parse_args()
-    sources = {**{f"axolotl/{name}": text for name, text in templates(AXOLOTL).items()}, **templates()}
+    chosen = {name: chat_template(name, text) for name, text in originals().items()}
+    for name, text in templates(LLAMA_CPP).items():
+        chosen[f"llama.cpp/{name}"] = chat_template(name, text, stops_in(text))
     chosen = {
-        name: chat_template(name.removeprefix("axolotl/"), text)
-        for name, text in sources.items()
-        if not given.names or any(name.startswith(part) for part in given.names)
+        name: template
+        for name, template in chosen.items()
+        if not given.names or any(name.rpartition("/")[2].startswith(part) for part in given.names)
     }
     outcomes, wrong = run(chosen, given.count, given.seed)
     print("\n".join(wrong))
