@@ -203,6 +203,19 @@ def test_a_thinking_teacher_reads_another_prompt_for_the_same_answer(models):
         assert other == text.replace("<none>\n", ""), "the teacher's generation prompt, and the student's answer"
 
 
+def test_a_rows_own_variables_take_precedence_for_the_teacher_too(models, tmp_path):
+    given = {"enable_thinking": False, "effort": "low"}
+    write(tmp_path / "chat.jsonl", [row(n, chat_template_kwargs=given if n % 2 else None) for n in range(8)])
+    section = f"model: {models / 'teacher'}, chat_template_kwargs: {{enable_thinking: true}}"
+    recipe = recipe_of(models, section, f"data.source={tmp_path / 'chat.jsonl'}")
+    vocabulary = source_of(recipe).vocabulary()
+    splits = vocabulary.read(recipe.data, 0)
+    others = documents_of_rows(splits, vocabulary.tokenizer, "teacher_")
+    for (own, _), (other, _) in zip(documents_of_rows(splits, vocabulary.tokenizer), others, strict=True):
+        assert other == (own if "effort\nlow" in own else own.replace("<none>\n", ""))
+    assert sum("effort\nlow" in other for other, _ in others) == 4
+
+
 def test_with_a_context_as_well_and_in_several_turns(models, tmp_path):
     turns = [*row(1)["messages"], {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Ten."}]
     write(tmp_path / "chat.jsonl", [{"messages": turns, "secret": f"It is certainly number {n}."} for n in range(4)])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.chat import ChatOptions, RenderedChat, TrainingChat, template_of
+from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat, template_of
 from distill.data.collator import Collator, Row
 from distill.data.formats import Format, Sample
 from distill.data.load import Splits, load_rows
@@ -58,6 +58,7 @@ class ContextEncoder(Encoder):
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
     prompt: TeacherPrompt
+    teacher_template: ChatTemplate | None
 
     def after(self, prompt: TeacherPrompt) -> ContextEncoder:
         """Return this encoder, with the teacher's prompts set.
@@ -71,6 +72,7 @@ class ContextEncoder(Encoder):
                 f"got {self.format} data; use chats, or prompts with completions"
             )
         self.prompt = prompt
+        self.teacher_template = self.template and self.template.with_kwargs(prompt.chat_template_kwargs)
         if prompt.context is not None:
             self.format = self.format.without(prompt.context.columns)  # only the teacher reads these
         return self
@@ -153,14 +155,13 @@ class ContextEncoder(Encoder):
         """
         if self.prompt.rendered_alike or sample.messages is None or asked.messages is None:
             return self.chat(asked, self._per_turn() if len(made.examples) > 1 else None)
-        assert self.template is not None
-        template = self.template.with_kwargs(self.prompt.chat_template_kwargs)
+        assert self.teacher_template is not None
         more = len(asked.messages) - len(sample.messages)  # a system message with the context
         examples = []
         for example in made.examples:
             (turn,) = example.turns
             begin = example.spans[0][0]
-            prompt = template.prompt(asked.messages[: turn + more], asked.tools, asked.template_kwargs)
+            prompt = self.teacher_template.prompt(asked.messages[: turn + more], asked.tools, asked.template_kwargs)
             moved = [(start - begin + len(prompt), end - begin + len(prompt)) for start, end in example.spans]
             examples.append(RenderedChat(prompt + example.text[begin:], moved, [turn + more]))
         return TrainingChat(examples)
