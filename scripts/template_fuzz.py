@@ -137,7 +137,7 @@ def _turn_faults(
     # --- the prompt is that of inference, or a part of it: a template may open a thought that a finished turn lacks
     # or has no header for the turn, where the finished turn has one
     longer, shorter = sorted((prompt, before), key=len, reverse=True)
-    if not longer.startswith(shorter) or not _plain_prompt(template).endswith(longer[len(shorter) :]):
+    if not longer.startswith(shorter) or not _plain_prompt(template, tools).endswith(longer[len(shorter) :]):
         yield f"the text before it is no prompt: {before[-60:]!r}, not {prompt[-60:]!r}"
         return
     # --- what is trained ends the text up to the turn, but for what closes it
@@ -170,8 +170,9 @@ def _plain(content: Any) -> Any:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
-def _plain_prompt(template: ChatTemplate) -> str:
-    return template.raw(template.adapter([QUESTION]), prompt=True).text
+def _plain_prompt(template: ChatTemplate, tools: Tools) -> str:
+    """Return a single question with its generation prompt."""
+    return template.raw(template.adapter([QUESTION]), tools, prompt=True).text
 
 
 def _bounds(template: ChatTemplate, messages: Sequence[Message], tools: Tools, turn: int, upto: str) -> tuple[int, int]:
