@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distill.data.chat import ChatOptions, ChatTemplate, Message, RenderedChat, Tools
-from distill.data.messages import QUESTION, REASONING, content_of
+from distill.data.known_columns import REASONING
+from distill.data.messages import QUESTION, content_of
 from distill.data.rows import RowFault
 
 SETTINGS = ("all", "each", "last")

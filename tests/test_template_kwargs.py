@@ -109,7 +109,7 @@ def test_a_rows_variables_that_cannot_be_used_drop_the_row(tmp_path, given, reas
 def test_what_the_template_does_not_read_is_named(tmp_path, tokenizer):
     rows = [row(n) for n in range(3)] + [row(9, chat_template_kwargs={"effort": "high"})]
     found, report = loaded(tmp_path, rows, tokenizer)
-    assert len(found) == 4 and report.unrendered == {"the row's chat_template_kwargs.effort": 1}
+    assert len(found) == 4 and "chat_template_kwargs.effort" in str(report)
     rows[-1] = row(9, chat_template_kwargs={"documents": [{"text": "Nine is nine."}]})
     found, report = loaded(tmp_path, rows, tokenizer)
     assert len(found) == 3 and "documents: not rendered by" in str(report)

@@ -221,7 +221,7 @@ def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | Non
         rows=source.rows,
         ignored=data.unread,
     )
-    reads = [template_names(template.source) for template in templates if template is not None]
+    reads = [template_names(template.definition) for template in templates if template is not None]
     known = sorted(frozenset.intersection(*reads)) if reads else []
     return replace(format, keeps_empty=data.empty_answers == "keep", template_reads=tuple(known))
 
