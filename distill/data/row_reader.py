@@ -220,7 +220,8 @@ class RowReader:
         used = [message["content"] for message in sample.messages or ()] + [sample.prompt or "", sample.text or ""]
         self.unread += self.format.unread_columns(self.row, [text for text in used if isinstance(text, str)])
         known = {*self.format.template_reads, *self.format.ignored}
-        names = [f"{TEMPLATE_KWARGS}.{name}" for name in sample.template_kwargs or ()]
+        variables = sample.template_kwargs or {}
+        names = [f"{TEMPLATE_KWARGS}.{name}" for name, value in variables.items() if not is_blank(value)]
         self.unread += [Unread(name) for name in names if name not in known]
 
 
