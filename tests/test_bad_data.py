@@ -279,11 +279,14 @@ def test_data_of_no_use(workplace, name, content, expected, capsys):
     "template, expected",
     [
         ("{% for %}", "not a valid Jinja template"),
-        ("{{ 1 // 0 }}", "4 the chat template refuses the row (row 0: integer division"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "4 the chat template refuses the row (row 0: Range too big"),
+        ("{{ 1 // 0 }}", "4 the chat template refuses the row (row 1: integer division"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "4 the chat template refuses the row (row 1: Range too big"),
         ("{{ messages[99].content }}", "4 the chat template refuses the row"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "4 the chat template refuses the row"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "cannot be located in this"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "4 the assistant's text cannot be located in",
+        ),
         ("always the same", "data.chat_template: user: not rendered by the chat template t.jinja; 4 of 4 rows"),
     ],
 )

@@ -159,9 +159,16 @@ def test_messages_before_first_trained_are_prompt(tokenizer):
         assert learned(source, tokenizer, CHAT, first_trained=3) == BOTH[1:]
 
 
-def test_a_template_whose_prompt_is_no_prefix_is_refused_with_what_would_work(tokenizer):
-    with pytest.raises(TemplateError, match=r"(?s)data\.chat_template.*'2Be.*\{% generation %\}"):
-        ChatTemplate(COUNTS, tokenizer).for_training(CHAT[:3])
+def test_a_turn_is_found_after_a_prompt_that_a_later_message_changes(tokenizer):
+    (example,) = ChatTemplate(COUNTS, tokenizer).for_training(CHAT[:3], None, ChatOptions("each")).examples
+    assert example.text == "2Be brief.<|end|>One?<|end|>First.<|end|>"
+    assert [example.text[start:end] for start, end in example.spans] == ["First.<|end|>"]
+
+
+def test_a_row_whose_prompt_is_no_prefix_is_dropped_with_what_would_work(tokenizer):
+    source = COUNTS.replace("<|end|>", "")  # nothing tells where a question ends and the answer begins
+    with pytest.raises(RowFault, match=r"(?s)\{% generation %\} markers.*'2Be"):
+        ChatTemplate(source, tokenizer).for_training(CHAT[:3])
 
 
 @pytest.mark.parametrize("source", [CLOSES_THE_LAST, CLOSES_THE_LAST_AND_DROPS], ids=["same words", "rewritten"])

@@ -81,6 +81,11 @@ WITH = {
     "cut student": ["student={from_teacher: {layers: 1}}"],
     "cut checkpoint": ["student={model: s, from_teacher: {layers: 1}}"],
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],
+    "teacher's template variables": ["teacher.chat_template_kwargs={enable_thinking: true}"],
+    "student as teacher, with its own template variables": [
+        "teacher={type: student, chat_template_kwargs: {enable_thinking: true}}",
+        "data.chat_template_kwargs={enable_thinking: true}",
+    ],
     "student as teacher": ["teacher={type: student, context: {template: 'Be brief.'}}"],
     "running average": ["teacher={type: student, ema: 0.9, context: {template: 'Be brief.'}}"],
     "teacher for some steps": [

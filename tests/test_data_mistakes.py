@@ -26,7 +26,7 @@ def test_bad_rows_are_counted_by_reason_and_the_good_ones_stay(tmp_path, tokeniz
         "invalid UTF-8": 1,
     }
     assert report.documents + report.validation_documents == 3
-    assert "row 6: column 'text': expected text, got int" in str(report)
+    assert "row 7: column 'text': expected text, got int" in str(report)
 
 
 def test_a_line_of_a_million_characters_is_cut_like_any_text(tmp_path, tokenizer):

@@ -322,7 +322,7 @@ def test_inspect_shows_what_check_shows_of_the_data_and_equal_rows_are_counted(f
         out = capsys.readouterr().out
         data = out[out.index("data        rows.jsonl") :].partition("\nplan")[0].partition("\n\n===")[0]
         shown.append(data.strip().replace(" (cached)", ""))
-    assert shown[0] == shown[1] and "dropped 1: empty (row 25: column 'messages': no messages)" in shown[0]
+    assert shown[0] == shown[1] and "dropped 1: empty (row 26: column 'messages': no messages)" in shown[0]
     assert "copies of other rows: 5 of 25 (trained on again)" in shown[0]
     (folder / "same.jsonl").write_text((json.dumps(rows[0]) + "\n") * 40)
     assert run_command(["check", "my.yaml", "--gpu", "cpu", "data.source=same.jsonl"]) == 0

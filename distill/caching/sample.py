@@ -26,7 +26,7 @@ from accelerate import PartialState
 
 from distill.core import console
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
-from distill.data.chat import load_template
+from distill.data.chat import template_of
 from distill.data.sampled_rows import (
     COMPLETION_IDS,
     ENDED,
@@ -129,7 +129,8 @@ def sample(
     own = who == "student" and recipe.student.has_tokenizer
     answering = recipe.student if own else source_of(recipe).tokenizer_section()
     tokenizer = load_tokenizer(answering, "student" if own else "teacher")
-    template = load_template(recipe.data.chat_template, tokenizer)
+    kwargs = recipe.teacher.chat_template_kwargs if who == "teacher" else None
+    template = template_of(recipe.data, tokenizer, kwargs=kwargs, field="data" if kwargs is None else "teacher")
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
     usable = read_prompts(
         prompts, tokenizer, template, recipe.data.fields, max_length=longest - 1, ignored=recipe.data.unread

@@ -97,15 +97,25 @@ def plugin_override(plugin: Path | None) -> list[str]:
     return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
 
 
-def load_models(target: str, teacher: str | None, with_teacher: bool) -> tuple[dict[str, Any], Any]:
-    """Return a target's student, preceded by its teacher if requested, and the student's tokenizer."""
+def load_models(target: str, teacher: str | None, with_teacher: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a target's student, preceded by its teacher if requested, and the tokenizer of each model's prompts.
+
+    It is the student's; a recipe's teacher has its own variables of the chat template.
+    """
+    from distill.data.chat import with_template_kwargs
     from distill.evaluation.targets import find_target, load_target, load_teacher_of
+    from distill.recipe.teachers import teacher_kwargs
 
     source = find_target(target)
     with console.spinner("loading"):
         student, tokenizer = load_target(source)
-        models = {"teacher": load_teacher_of(source, teacher)} if teacher is not None or with_teacher else {}
-    return {**models, "student": student}, tokenizer
+        compares = teacher is not None or with_teacher
+        models = {"teacher": load_teacher_of(source, teacher, command="generate")} if compares else {}
+    tokenizers = {"teacher": tokenizer, "student": tokenizer}
+    if teacher is None and source.recipe is not None:
+        kwargs = teacher_kwargs(source.recipe.data, source.recipe.teacher)
+        tokenizers["teacher"] = with_template_kwargs(tokenizer, kwargs)
+    return {**models, "student": student}, tokenizers
 
 
 def print_json(value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +124,9 @@ def cache(
         if stored is not None and folder == Path(stored):
             options = [*(overrides or ())]
         else:
-            options.append(f"teacher={{type: cache, path: {folder}}}")
+            own = resolved.teacher.model_dump(include={"context", "chat_template_kwargs"}, exclude_none=True)
+            prompt = "".join(f", {name}: {json.dumps(value)}" for name, value in own.items())
+            options.append(f"teacher={{type: cache, path: {folder}{prompt}}}")
         console.print_verbatim(f"train from it:  distill run {shlex.join([recipe, *options])}")
 
 

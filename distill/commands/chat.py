@@ -43,8 +43,8 @@ def chat(
     distill chat support-bot --with-teacher --temperature 0
     printf 'Hello!\\nAnd who are you?\\n' | distill chat support-bot
     """
-    models, tokenizer = load_models(target, teacher, with_teacher)
-    remembers = bool(getattr(tokenizer, "chat_template", None))
+    models, tokenizers = load_models(target, teacher, with_teacher)
+    remembers = bool(getattr(tokenizers["student"], "chat_template", None))
     if not remembers:
         console.print_error("the tokenizer has no chat template: each line is continued as text, without history")
     beginning: list[Turn] = [{"role": "system", "content": system}] if system is not None else []
@@ -56,7 +56,7 @@ def chat(
         for name, model in models.items():
             if len(models) > 1:
                 console.print_lines(f"--- {name}")
-            turns = history[name]
+            turns, tokenizer = history[name], tokenizers[name]
             turns.append({"role": "user", "content": line})
             if remembers:
                 _drop_oldest_turns(turns, len(beginning), model, tokenizer, max_new_tokens)

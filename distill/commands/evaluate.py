@@ -108,7 +108,7 @@ def evaluate(
         packing = all(isolates_documents(model) for model in (student, large))
         if by_spans:
             assert found.recipe is not None
-            readers = readers_of(own, tokenizer, found.recipe.data.chat_template)
+            readers = readers_of(own, tokenizer, found.recipe.data)
             look = functools.partial(evaluate_spans, shared=compare_by_bytes(*readers).shared)
             rows = targets.held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:

@@ -48,9 +48,11 @@ def generate(
 
     if kernels not in ("auto", "triton"):
         raise ValueError(f"--kernels: expected auto or triton, got {kernels!r}")
-    models, tokenizer = load_models(target, teacher, with_teacher)
+    models, tokenizers = load_models(target, teacher, with_teacher)
     answerers = {
-        name: TritonGenerator(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
+        name: TritonGenerator(model, tokenizers[name])
+        if kernels == "triton"
+        else partial(stream, model, tokenizers[name])
         for name, model in models.items()
     }
     answers: list[dict[str, str]] = []

@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from distill.data.messages import CALL_ID, QUESTION, Adapter, content_of
-from distill.data.rendering import Message, Renderer, Span, TemplateError, Tools
+from distill.data.rendering import NOT_LOCATED, Message, Renderer, Span, Tools
 from distill.data.rows import RowFault
 
 WHOLE = 64  # messages up to which turns are compared with the whole conversation before them
 CHUNK = 8  # turns of a longer conversation that are rendered after the same few messages
 ANSWER = {"role": "assistant", "content": "zqanswerqz"}
-SHORTEST = 64  # length of the suffix by which the end of a prompt is located
+END_MARK = "zqendqz"  # put after the words of an earlier message, to find what a template writes after them
+EARLIER = 4  # messages before a turn that are tried with this mark, from the last one on
 LARGER = 1.25  # growth of an example, relative to the last one that fitted, after which it is checked again
 
 
@@ -98,20 +99,22 @@ class Turns:
         """Return message `number` after those before it.
 
         Raises:
-            RowFault: It is the first message, or the template refuses the messages up to it.
-            TemplateError: The assistant's text cannot be located.
+            RowFault: It is the first message, the template refuses the messages up to it, or the assistant's text
+                cannot be located in the template's output.
         """
         if number == 0:
             raise RowFault("the chat begins with the assistant", "no prompt before the response")
         before = self._renderer.raw(messages[:number], tools, prompt=True).text
         upto, marks = self._renderer.raw(messages[: number + 1], tools, mark=self._renderer.marked)
+        message, marks = messages[number], merge_ranges(marks)
+        place = len(before) if upto.startswith(before) else self._place(messages, tools, number, before, upto)
+        if place is not None:  # the prompt as in inference, whatever earlier messages have become
+            upto = before + upto[place:]
+            marks = [(start - place + len(before), end - place + len(before)) for start, end in marks if end > place]
         if self._renderer.marked:
-            return self._marked(messages, tools, number, before, upto, merge_ranges(marks))
-        message = messages[number]
-        if upto.startswith(before):
+            return self._marked(messages, tools, number, before, upto, marks)
+        if place is not None:
             start = len(before)
-        elif (place := _after(before, upto)) is not None:  # an earlier message is rendered differently now
-            upto, start = before + upto[place:], len(before)
         else:
             start = self._shared_prompt(messages, tools, number, before, upto)
             if thought := self._lost_thought(message, before, upto[start:]):
@@ -122,16 +125,46 @@ class Turns:
             start += len(self._header)  # the generation prompt lacks the turn's header, which a model does not write
         return Turn(text, [(start, len(text))])
 
+    def _place(self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str) -> int | None:
+        """Return where turn `number` begins in `upto`, whose earlier messages differ from those in `before`.
+
+        Both texts are compared from the last words of an earlier message on: what `before` has there, the end of that
+        message and the generation prompt, is where the turn begins in `upto`. The words are found by a mark after
+        them, not by themselves: the same text may stand in any other turn.
+
+        Returns:
+            None where `upto` has other text there than the generation prompt.
+        """
+        for earlier in reversed(range(max(0, number - EARLIER), number)):
+            marked = _with_end_mark(messages[earlier])
+            if marked is None:
+                continue
+            changed = [*messages[:earlier], marked, *messages[earlier + 1 : number]]
+            try:
+                prompt = _after_mark(self._renderer.raw(changed, tools, prompt=True).text, before)
+                rest = _after_mark(self._renderer.raw([*changed, messages[number]], tools).text, upto)
+            except RowFault:
+                continue
+            if prompt is None or rest is None:  # not rendered, or the mark has changed more than its message
+                continue
+            found = bool(prompt.strip()) and rest.startswith(prompt)
+            return len(upto) - len(rest) + len(prompt) if found else None
+        return None
+
     def _marked(
         self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str, marks: list[Span]
     ) -> Turn:
-        """Return the marked ranges of this turn: those that the messages before it do not have."""
-        earlier = merge_ranges(self._renderer.raw(messages[:number], tools, mark=True).spans)
-        spans = marks[len(earlier) :]
-        if upto.startswith(before):  # the generation prompt may contain the beginning of the marked range
-            spans = [(max(start, len(before)), end) for start, end in spans if end > len(before)]
-            if spans and not upto[len(before) : spans[0][0]].strip():
-                spans[0] = len(before), spans[0][1]
+        """Return the marked ranges of this turn: those after everything that the messages before it render."""
+        end = len(before)
+        if not upto.startswith(before):
+            closed = self._renderer.raw(messages[:number], tools).text
+            if not upto.startswith(closed):
+                raise self._not_located(number, before, upto)
+            end = len(closed)
+        # the generation prompt may contain the beginning of the marked range
+        spans = [(max(start, end), stop) for start, stop in marks if stop > end]
+        if spans and upto.startswith(before) and not upto[end : spans[0][0]].strip():
+            spans[0] = end, spans[0][1]
         if not spans:
             raise RowFault("the template marks no assistant text")
         text = self._end(upto, spans[-1][0], messages[number], spans[-1][1])
@@ -176,10 +209,10 @@ class Turns:
         except RowFault:
             return None
         run = self._closing_run(text, 0)
-        for match, following in zip(run, [*run[1:], None], strict=True):
+        for place, match in enumerate(run):
             if match[0] in self._renderer.stops:
                 return match[0]
-            if following is None or following.start() != match.end():
+            if place + 1 == len(run) or run[place + 1].start() != match.end():
                 break
         return run[0][0] if run else None
 
@@ -219,7 +252,7 @@ class Turns:
         for answer in (ANSWER, call):
             try:
                 text = self.turn(self._adapter([QUESTION, answer]), None, 1).text
-            except (RowFault, TemplateError):
+            except RowFault:
                 continue
             ends |= {match[0] for match in self._closing_run(text, 0)[-1:]}
         return ends
@@ -245,7 +278,7 @@ class Turns:
             shared = min(_shared(before, other), _shared(before, upto))
             if shared > len(closed):
                 return shared
-        raise TemplateError(self._refusal(number, before, upto))
+        raise self._not_located(number, before, upto)
 
     def _lost_thought(self, message: Message, before: str, turn: str) -> str:
         """Return reasoning that the template omits from a turn whose generation prompt opens it, with its end."""
@@ -254,14 +287,14 @@ class Turns:
             return ""
         return f"{thought}\n</think>\n\n"
 
-    def _refusal(self, number: int, part: str, whole: str) -> str:
-        """Return the reason why turn `number` cannot be located: `part`, the text before it, is not in `whole`."""
+    @staticmethod
+    def _not_located(number: int, part: str, whole: str) -> RowFault:
+        """Return the fault of a row whose turn `number` is not found: `part`, the text before it, is not in `whole`."""
         same = _shared(part, whole)
-        return (
-            "data.chat_template: the assistant's text cannot be located in this template's output: its text for the "
-            f"first {number} messages is not a prefix of its text for one more; they differ after "
-            f"{part[max(0, same - 40) : same]!r}: {part[same : same + 40]!r} and {whole[same : same + 40]!r}. "
-            "Use a .jinja file with {% generation %} markers around the assistant's text"
+        return RowFault(
+            NOT_LOCATED,
+            f"its text for the first {number} messages is not a prefix of its text for one more; they differ after "
+            f"{part[max(0, same - 40) : same]!r}: {part[same : same + 40]!r} and {whole[same : same + 40]!r}",
         )
 
     def _located(
@@ -300,15 +333,20 @@ def _shared(one: str, other: str) -> int:
     return low
 
 
-def _after(before: str, upto: str) -> int | None:
-    """Return where in `upto` the end of `before` ends, if it occurs once; else None."""
-    length = SHORTEST
-    while length < len(before):
-        count = upto.count(before[-length:])
-        if count < 2:
-            return upto.index(before[-length:]) + length if count else None
-        length *= 4
+def _with_end_mark(message: Message) -> Message | None:
+    """Return a message with `END_MARK` after its last words; None for one without words."""
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        return {**message, "content": content + END_MARK}
+    if isinstance(content, list) and content and str(content[-1].get("text", "")).strip():
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + END_MARK}]}
     return None
+
+
+def _after_mark(marked: str, text: str) -> str | None:
+    """Return what follows `END_MARK`; None where it is not written, or where `text`, without it, ends otherwise."""
+    _, mark, rest = marked.rpartition(END_MARK)
+    return rest if mark and text.endswith(rest) else None
 
 
 def merge_ranges(spans: Sequence[Span]) -> list[Span]:

@@ -6,7 +6,9 @@ assistant's text, `coverage` checks that no content is missing, and `rendering` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,6 +21,7 @@ from distill.data.trained_parts import without_untrained
 
 if TYPE_CHECKING:
     from distill.data.template_coverage import Omission
+    from distill.recipe import Data
 
 __all__ = [
     "FROZEN_DAY",
@@ -32,10 +35,17 @@ __all__ = [
     "TrainingChat",
     "freeze_date",
     "load_template",
+    "template_kwargs_of",
+    "template_of",
     "with_template",
+    "with_template_kwargs",
 ]
 
 TrainOn = Literal["all", "each", "last"]
+TOOL_USE = "tool_use"  # the named template that transformers takes for conversations with tools
+MOST_VARIANTS = 64  # keyword arguments of rows whose templates are kept, with what was found out about them
+RENDERED = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}  # not a setting
+SAVED_KWARGS = "chat_template_kwargs"  # key of a saved tokenizer's tokenizer_config.json
 
 
 class ChatOptions(NamedTuple):
@@ -68,58 +78,151 @@ class TrainingChat(NamedTuple):
 
 
 class ChatTemplate(Renderer):
-    """Chat template bound to a tokenizer.
+    """Chat template bound to a tokenizer and to keyword arguments.
+
+    A conversation is rendered by a variant of it: with the row's own keyword arguments, and with tools by the
+    tokenizer's template `tool_use`, if it has one. What is found out about a template (its layout of messages, its
+    closing tokens) is found out for each variant.
 
     Attributes:
         name: Name for error messages.
         adapter: Converts messages to the layout that the template renders completely.
+        tool_use: Template of conversations with tools; None where it is this one.
     """
 
-    def __init__(self, source: str, tokenizer: Any, name: str = "this chat template") -> None:
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Any,
+        name: str = "this chat template",
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        tool_use: str | None = None,
+    ) -> None:
         """Bind a template.
+
+        Args:
+            source: Text of the template.
+            tokenizer: Tokenizer whose special tokens it writes.
+            name: Name for error messages.
+            kwargs: Variables that the template reads beside messages and tools.
+            tool_use: Text of the template of conversations with tools; None for the same.
 
         Raises:
             TemplateError: The text is not valid Jinja, or writes a date that cannot be frozen.
         """
-        super().__init__(source, tokenizer)
+        super().__init__(source, tokenizer, kwargs)
         self.name = name
+        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, tokenizer, name, kwargs=kwargs)
+        self._variants: dict[str, ChatTemplate] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what was found out about the template."""
         self.adapter = Adapter(self)
         self._turns = Turns(self, self.adapter)
         self._probed: dict[tuple[object, ...], Omission | None] = {}
+        self._budget = None
+
+    def variant(self, tools: Tools, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """Return the template that renders a conversation.
+
+        Args:
+            tools: Tools of the conversation.
+            kwargs: The row's own keyword arguments, which take precedence over the template's.
+        """
+        if tools and self.tool_use is not None:
+            return self.tool_use.variant(tools, kwargs)
+        both = {**self.kwargs, **(kwargs or {})}
+        return self if both == self.kwargs else self._with(both)
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with other keyword arguments in place of its own."""
+        if dict(kwargs) == self.kwargs:
+            return self
+        made = self._with(dict(kwargs))
+        if self.tool_use is not None:
+            made = copy.copy(made)
+            made.tool_use, made._variants = self.tool_use.with_kwargs(kwargs), {}
+            made._begin()
+        return made
+
+    def _with(self, kwargs: dict[str, Any]) -> ChatTemplate:
+        key = json.dumps(kwargs, sort_keys=True)
+        if key not in self._variants:
+            if len(self._variants) >= MOST_VARIANTS:  # rows with documents have one each
+                del self._variants[next(iter(self._variants))]
+            made = copy.copy(self)
+            made.kwargs, made.tool_use, made._variants = kwargs, None, {}
+            made._begin()
+            self._variants[key] = made
+        return self._variants[key]
+
+    def unread(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """Return the names that the template, with tools or without, does not read."""
+        reads = self.reads if self.tool_use is None else self.reads | self.tool_use.reads
+        return [name for name in kwargs if name not in reads and name not in self.special_tokens]
 
     def settings(self) -> list[object]:
         """Return everything that affects rendering, turn ends and row counts, as plain JSON."""
-        return [self.source, sorted(self.stops), self.name, TRAINED]
+        own: list[object] = [self.source, sorted(self.stops), self.name, TRAINED, self.kwargs]
+        return own if self.tool_use is None else [*own, self.tool_use.source]
+
+    @property
+    def definition(self) -> str:
+        """Return the template's text, followed by its keyword arguments and by `tool_use`, for hashes."""
+        parts = [self.source]
+        if self.kwargs:
+            parts.append(json.dumps(self.kwargs, sort_keys=True))
+        if self.tool_use is not None:
+            parts.append(self.tool_use.source)
+        return "\n".join(parts)
 
     def closings(self) -> set[str]:
         """Return the special tokens that end an assistant's turn, plain or with tool calls."""
         with self.bounded():
-            return self._turns.closings()
+            found = self._turns.closings()
+        return found if self.tool_use is None else found | self.tool_use.closings()
 
-    def render(self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        *,
+        prompt: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the template's text for `messages`, unchecked.
 
         Args:
             messages: Dictionaries with `role`, `content` and other keys that the template reads.
             tools: JSON schemas of the available tools.
             prompt: Append the generation prompt.
+            kwargs: The row's own keyword arguments of the template.
 
         Raises:
             RowFault: The template refuses these messages.
         """
-        with self.bounded(messages):
-            return self.raw(self.adapter(messages), tools, prompt=prompt).text
+        own = self.variant(tools, kwargs)
+        with own.bounded(messages):
+            return own.raw(own.adapter(messages), tools, prompt=prompt).text
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Tools = None, kwargs: Mapping[str, Any] | None = None) -> str:
         """Return the text after which the assistant's next turn is generated.
+
+        Args:
+            messages: Messages of the conversation.
+            tools: JSON schemas of the available tools.
+            kwargs: The row's own keyword arguments of the template.
 
         Raises:
             RowFault: The template refuses these messages, or omits content of them.
         """
         answered = [*messages, {"role": "assistant", "content": "zqanswerqz"}]
-        with self.bounded(messages):
-            self.for_training(answered, tools, ChatOptions("last"))
-            return self.raw(self.adapter(messages), tools, prompt=True).text
+        own = self.variant(tools, kwargs)
+        with own.bounded(messages):
+            self.for_training(answered, tools, ChatOptions("last"), kwargs=kwargs)
+            return own.raw(own.adapter(messages), tools, prompt=True).text
 
     def for_training(
         self,
@@ -129,6 +232,7 @@ class ChatTemplate(Renderer):
         *,
         first_trained: int = 0,
         fits: Callable[[str], bool] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> TrainingChat:
         """Return the training examples of a conversation, checked to contain all of its content.
 
@@ -139,11 +243,11 @@ class ChatTemplate(Renderer):
                 template rewrites earlier turns.
             first_trained: Index of the first message to train on; those before it are the prompt.
             fits: Function that returns whether a prompt is short enough; turns with longer prompts may be left out.
+            kwargs: The row's own keyword arguments of the template.
 
         Raises:
-            RowFault: There is no assistant turn, an empty one, or the template refuses these messages or omits
-                content of them.
-            TemplateError: The assistant's text cannot be located in the template's output.
+            RowFault: There is no assistant turn, an empty one, the template refuses these messages or omits content of
+                them, or the assistant's text cannot be located in its output.
         """
         from distill.data import template_coverage
 
@@ -155,6 +259,23 @@ class ChatTemplate(Renderer):
         if not turns:
             raise RowFault("no assistant turn is trained on", f"each has a {' or '.join(TRAINED)} of 0 or false")
         turns = turns[-1:] if options.train_on == "last" else turns
+        made = self.variant(tools, kwargs)._for_training(messages, tools, options, turns, fits)
+        unread = self.variant(tools).unread(kwargs or {})
+        if template_coverage.DOCUMENTS in unread:
+            raise RowFault(template_coverage.omission_fault(template_coverage.DOCUMENTS, self.name))
+        return made
+
+    def _for_training(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        options: ChatOptions,
+        turns: list[int],
+        fits: Callable[[str], bool] | None,
+    ) -> TrainingChat:
+        """Return the examples of these turns, by this variant of the template."""
+        from distill.data import template_coverage
+
         with self.bounded(messages):
             if options.reasoning == "drop":
                 messages = [without_reasoning(message) for message in messages]
@@ -170,6 +291,7 @@ class ChatTemplate(Renderer):
             thoughts = (
                 template_coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
             )
+            template_coverage.check_documents(made.examples, self.kwargs, self.name)
         named = losses.named
         if not thoughts:
             if options.reasoning == "require":
@@ -223,11 +345,57 @@ class ChatTemplate(Renderer):
         return f"message {turns[0]} of roles {roles}"
 
 
-def load_template(choice: str, tokenizer: Any, name: str = "this chat template") -> ChatTemplate | None:
-    """Return the template that a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
+def template_of(
+    data: Data,
+    tokenizer: Any,
+    name: str = "this chat template",
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    field: str = "data",
+) -> ChatTemplate | None:
+    """Return the chat template of a recipe's `data`, with its keyword arguments.
 
     Args:
+        data: The recipe's `data` section.
+        tokenizer: Tokenizer whose template, or with whose special tokens the file's, is used.
+        name: Name of a tokenizer's template in error messages.
+        kwargs: Keyword arguments in place of `data.chat_template_kwargs`, such as the teacher's.
+        field: Section that gives the keyword arguments, for error messages.
+
+    Returns:
+        None where the tokenizer has no template, or for `none`.
+
+    Raises:
+        ValueError: The template cannot be read, or does not read one of the keyword arguments.
+    """
+    own = data.chat_template_kwargs if kwargs is None else kwargs
+    template = load_template(data.chat_template, tokenizer, name, own)
+    if template is None and own:
+        raise ValueError(
+            f"{field}.chat_template_kwargs: expected a chat template that reads {', '.join(own)}, got none; leave it "
+            "out, or set data.chat_template"
+        )
+    if template is not None and (unread := template.unread(own)):
+        known = ", ".join(sorted(template.reads - RENDERED)) or "none"
+        raise ValueError(
+            f"{field}.chat_template_kwargs: expected variables that {template.name} reads ({known}), got {unread[0]}"
+        )
+    return template
+
+
+def load_template(
+    choice: str, tokenizer: Any, name: str = "this chat template", kwargs: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    """Return the template that a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
+
+    Of a tokenizer with named templates those that transformers takes: `tool_use` with tools, else `default`; without
+    one, conversations and pairs are refused, as there.
+
+    Args:
+        choice: The recipe's `data.chat_template`.
+        tokenizer: Tokenizer whose special tokens the template writes.
         name: Name of a tokenizer's template in error messages; a file's template is named by its file.
+        kwargs: Variables that the template reads beside messages and tools.
 
     Returns:
         None where the tokenizer has no template, or for `none`.
@@ -238,22 +406,40 @@ def load_template(choice: str, tokenizer: Any, name: str = "this chat template")
     if choice == "none":
         return None
     if choice == "tokenizer":
-        source = getattr(tokenizer, "chat_template", None)
+        source, tool_use = getattr(tokenizer, "chat_template", None), None
         if isinstance(source, dict):  # named templates
-            source = source.get("default")
-        return ChatTemplate(source, tokenizer, name) if source else None
-    return ChatTemplate(_file(choice), tokenizer, f"the chat template {Path(choice).name}")
+            names, tool_use = ", ".join(source), source.get(TOOL_USE)
+            refusal = f"the tokenizer has the chat templates {names}, and none called default; set data.chat_template"
+            source = source.get("default") or f"{{{{ raise_exception({refusal!r}) }}}}"
+        return ChatTemplate(source, tokenizer, name, kwargs=kwargs, tool_use=tool_use) if source else None
+    return ChatTemplate(_file(choice), tokenizer, f"the chat template {Path(choice).name}", kwargs=kwargs)
 
 
-def with_template(tokenizer: Any, choice: str) -> Any:
-    """Return the tokenizer with the chat template of a recipe's `data.chat_template`, if that is a file.
+def with_template(tokenizer: Any, data: Data) -> Any:
+    """Return the tokenizer with the chat template of a recipe's `data`, if that is a file, and its keyword arguments.
+
+    Both are saved with the tokenizer, so that a student generates after the prompts that it was trained on.
 
     Raises:
         ValueError: The file does not exist.
     """
-    if choice not in ("tokenizer", "none"):
-        tokenizer.chat_template = _file(choice)
-    return tokenizer
+    if data.chat_template not in ("tokenizer", "none"):
+        tokenizer.chat_template = _file(data.chat_template)
+    return with_template_kwargs(tokenizer, data.chat_template_kwargs)
+
+
+def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return a copy of a tokenizer that generates with these keyword arguments of its chat template."""
+    made = copy.copy(tokenizer)
+    others = {name: value for name, value in tokenizer.init_kwargs.items() if name != SAVED_KWARGS}
+    made.init_kwargs = {**others, **({SAVED_KWARGS: dict(kwargs)} if kwargs else {})}
+    return made
+
+
+def template_kwargs_of(tokenizer: Any) -> dict[str, Any]:
+    """Return the keyword arguments of the chat template that a tokenizer was saved with; empty where none were."""
+    found = getattr(tokenizer, "init_kwargs", {}).get(SAVED_KWARGS)
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def _file(choice: str) -> str:

@@ -27,6 +27,7 @@ PAIR_COLUMNS = (
     ("input", "output"),
 )
 TEXT_COLUMNS = ("text", "content")
+TEMPLATE_KWARGS = "chat_template_kwargs"  # column of a row's own variables of the chat template (TRL)
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that chat templates read
 REASONING_ALIASES = ("thinking_content", "thought", "thoughts")  # of other tools, read as the first of REASONING
@@ -60,9 +61,7 @@ COLUMNS = (
     Known("tools", ("tools", "functions"), (PAIR, CHAT, PROMPTS), "tools on offer: JSON schemas, or JSON text of them"),
     Known("chosen", ("chosen",), (CHAT,), "the response, where the messages end without one"),
     Known("label", ("label", "kto_tag"), (PAIR, CHAT), "false: the response is not wanted (KTO), the row is dropped"),
-    Known(
-        "chat_template_kwargs", ("chat_template_kwargs",), (PAIR, CHAT, PROMPTS), "variables of the row's chat template"
-    ),
+    Known(TEMPLATE_KWARGS, (TEMPLATE_KWARGS,), (PAIR, CHAT, PROMPTS), "variables of the chat template for this row"),
     Known("media", MEDIA, (PAIR, CHAT, PROMPTS), "a row that has any is dropped: only text is trained on"),
 )
 NEEDS_TEMPLATE = {"system", "history", "reasoning", "tools", "chat_template_kwargs"}  # roles that only chats have

@@ -23,13 +23,13 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.core.units import plural
-from distill.data.chat import ChatOptions, ChatTemplate, load_template
+from distill.data.chat import ChatOptions, ChatTemplate, template_of
 from distill.data.copies import Chosen, count_copies
 from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
 from distill.data.known_columns import advice, template_names
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
-from distill.data.rendering import NOT_RENDERED
+from distill.data.rendering import NOT_LOCATED, NOT_RENDERED
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
@@ -96,7 +96,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
         return _synthetic(data, size, seed)
     if tokenizer is None:
         raise ValueError(f"data.source: expected a tokenizer for text {data.source!r}; only synthetic needs none")
-    template = load_template(data.chat_template, tokenizer)
+    template = template_of(data, tokenizer)
 
     def encoder(format: Format, part: Part) -> Encoder:
         return Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(part.data))
@@ -221,7 +221,7 @@ def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | Non
         rows=source.rows,
         ignored=data.unread,
     )
-    reads = [template_names(template.source) for template in templates if template is not None]
+    reads = [template_names(template.definition) for template in templates if template is not None]
     known = sorted(frozenset.intersection(*reads)) if reads else []
     return replace(format, keeps_empty=data.empty_answers == "keep", template_reads=tuple(known))
 
@@ -292,8 +292,9 @@ def _check(documents: Documents, tally: RowCounts, source: Source, field: str) -
         )
     dropped = sum(tally.dropped.values())
     if len(documents.origin) == 0:
+        at = "data.chat_template" if NOT_LOCATED in tally.dropped else field
         raise ValueError(
-            f"{field}: no trainable tokens in {source.name}: {plural(tally.rows_read, 'row')} read, "
+            f"{at}: no trainable tokens in {source.name}: {plural(tally.rows_read, 'row')} read, "
             f"{dropped:,} dropped{tally.reasons and f': {tally.reasons}'}"
         )
     if dropped * 10 > tally.rows_read:

@@ -11,7 +11,7 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,10 @@ TEMPLATE_SOURCE = 1 << 20  # largest size of a template's text, bytes
 CONVERSATION_SECONDS = 120.0  # a guard only: the limit of characters, equal on every machine, comes first
 TOO_LONG = "conversation too long"
 NOT_RENDERED = "not rendered by"  # of reasons for which rows are dropped
+NOT_LOCATED = (
+    "the assistant's text cannot be located in the chat template's output; a .jinja file with {% generation %} markers "
+    "around it tells where it stands"
+)
 FROZEN_DAY = datetime.date(2025, 1, 1)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
@@ -68,10 +72,12 @@ class _Budget:
 
 
 class Renderer:
-    """Chat template bound to a tokenizer's special tokens, with its date frozen.
+    """Chat template bound to a tokenizer's special tokens and to keyword arguments, with its date frozen.
 
     Attributes:
         source: Text of the template as it is run.
+        kwargs: Variables that the template reads beside messages and tools, such as `enable_thinking`.
+        reads: Names of the variables that the template reads.
         frozen_date: Day that replaces today's date; None if it writes no date.
         marked: Whether it has `{% generation %}` markers.
         stops: Texts of stop tokens, from the tokenizer and the configuration files next to it.
@@ -79,16 +85,18 @@ class Renderer:
         special: Pattern that matches the tokenizer's special tokens.
     """
 
-    def __init__(self, source: str, tokenizer: Any) -> None:
+    def __init__(self, source: str, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         """Bind a template.
 
         Raises:
             TemplateError: The text is not valid Jinja, or writes a date that cannot be frozen.
         """
         from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from jinja2.meta import find_undeclared_variables
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         self.source, self.frozen_date = freeze_date(source)
+        self.kwargs = dict(kwargs or {})
         self.marked = bool(_MARKER.search(source))
         self.special_tokens = dict(tokenizer.special_tokens_map)
         self.eos: str | None = tokenizer.eos_token
@@ -101,7 +109,8 @@ class Renderer:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
             with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                render_jinja_template([], chat_template=self.source)  # compiles it, for no conversation
+                environment = _compile_jinja_template(self.source).environment
+                self.reads = frozenset(find_undeclared_variables(environment.parse(self.source)))
         except TemplateSyntaxError as error:
             raise TemplateError(
                 f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"
@@ -152,7 +161,7 @@ class Renderer:
                         chat_template=self.source,
                         return_assistant_tokens_mask=mark,
                         add_generation_prompt=prompt,
-                        **self.special_tokens,
+                        **{**self.special_tokens, **self.kwargs},
                     )
             except (TimeoutError, MemoryError) as error:
                 raise TemplateError(f"data.chat_template: the template exceeds its limits: {_reason(error)}") from error

@@ -61,9 +61,9 @@ class RowCounts:
         return "; ".join(f"{count:,} {why} ({self.examples[why]})" for why, count in self.dropped.most_common(3))
 
     def drop(self, number: int, fault: RowFault) -> None:
-        """Count a row that cannot be used."""
+        """Count a row that cannot be used, the first one being number 0; messages count from 1, as lines of a file."""
         self.dropped[fault.reason] += 1
-        example = f"row {number}: {fault.detail}"[:300]
+        example = f"row {number + 1}: {fault.detail}"[:300]
         self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in example))
 
     def see_roles(self, messages: Iterable[Message]) -> None:

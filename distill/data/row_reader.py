@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distill.data.known_columns import CHAT, MEDIA, PROMPTS, REASONING, TEXT, is_blank
-from distill.data.read_messages import Conversation, read_history, read_messages, read_tools
+from distill.data.known_columns import CHAT, MEDIA, PROMPTS, REASONING, TEMPLATE_KWARGS, TEXT, is_blank
+from distill.data.read_messages import Conversation, parsed_json, read_history, read_messages, read_tools
 from distill.data.rows import Row, RowFault, TableRow
 from distill.data.sampled_rows import COLUMNS as SAMPLED_COLUMNS
 from distill.data.sampled_rows import SAMPLED, SampledIds
+from distill.recipe.fields import template_kwargs_error
 
 if TYPE_CHECKING:
     from distill.data.formats import Format
@@ -38,6 +39,7 @@ class Sample(NamedTuple):
         prompt: Prompt of a pair, masked from the loss, before `text`.
         tools: JSON schemas of the tools available in a chat.
         first_trained: Index of the first message that may be trained on.
+        template_kwargs: The row's own variables of the chat template.
         unread: What of the row is not read.
         sampled: Token ids of the prompt and the answer, of a row that `distill sample` wrote.
         truncated: The answer was cut off when it was generated: it has no end.
@@ -48,6 +50,7 @@ class Sample(NamedTuple):
     prompt: str | None = None
     tools: Tools = None
     first_trained: int = 0
+    template_kwargs: dict[str, Any] | None = None
     unread: tuple[Unread, ...] = ()
     sampled: SampledIds | None = None
     truncated: bool = False
@@ -71,6 +74,8 @@ class RowReader:
             self.tools = self._tools()
             sample = self._prompt() if self.format.kind == PROMPTS else self._pair_or_chat()
             sample = self._with_system(sample)
+            if sample.messages is not None:
+                sample = sample._replace(template_kwargs=template_kwargs(self._value(TEMPLATE_KWARGS)))
         if "rendered" not in self.columns:  # stored rollouts, whose other columns are the run's own
             self._name_unread(sample)
         unread = {item.name: item for item in self.unread}
@@ -222,11 +227,28 @@ class RowReader:
         unread = self.format.unread_columns(self.row, [text for text in used if isinstance(text, str)])
         # columns of `distill sample` are read by the encoders
         self.unread += [item for item in unread if SAMPLED not in self.row or item.name not in SAMPLED_COLUMNS]
-        variables = self._value("chat_template_kwargs")
-        if isinstance(variables, Mapping):
-            known = {*self.format.template_reads, *self.format.ignored}
-            names = [f"chat_template_kwargs.{name}" for name, value in variables.items() if not is_blank(value)]
-            self.unread += [Unread(name) for name in names if name not in known]
+        known = {*self.format.template_reads, *self.format.ignored}
+        variables = sample.template_kwargs or {}
+        names = [f"{TEMPLATE_KWARGS}.{name}" for name, value in variables.items() if not is_blank(value)]
+        self.unread += [Unread(name) for name in names if name not in known]
+
+
+def template_kwargs(value: object) -> dict[str, Any] | None:
+    """Return a row's own variables of the chat template; a null is a name that only other rows of a table have.
+
+    Raises:
+        RowFault: It is neither an object nor its JSON text, or gives what the data and the run give.
+    """
+    if isinstance(value, str) and value.strip():
+        value = parsed_json(value, TEMPLATE_KWARGS)
+    if not value:
+        return None
+    if not isinstance(value, Mapping):
+        raise RowFault("wrong type", f"column {TEMPLATE_KWARGS!r}: expected an object, got {type(value).__name__}")
+    given = {name: item for name, item in value.items() if item is not None}
+    if (error := template_kwargs_error(given)) is not None:
+        raise RowFault("wrong value", f"column {TEMPLATE_KWARGS!r}: {error}")
+    return given
 
 
 def _without_last_answer(messages: list[Message]) -> list[Message]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from distill.data.assistant_turns import RenderedChat
 from distill.data.known_columns import REASONING
 from distill.data.messages import MessageContent, content_of
-from distill.data.rendering import NOT_RENDERED, Message, TemplateError, Tools
+from distill.data.rendering import NOT_RENDERED, Message, Tools
 from distill.data.rows import RowFault
 
 CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
@@ -25,13 +25,14 @@ CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
     "content",
     "reasoning",
 )
-TOOLS = "tools"
+TOOLS, DOCUMENTS = "tools", "documents"
 MOST_KINDS = 256  # largest number of messages in a shape
 CURES = {
     CALLS: "choose a template with tools",
     PARALLEL: "choose a template with parallel tool calls",
     BESIDE: "choose a template that writes text beside a tool call",
     TOOLS: "choose a template with tools",
+    DOCUMENTS: "choose a template with documents",
     "tool": "choose a template with tools",
     THOUGHT: "choose a template with reasoning, or set data.reasoning",
 }
@@ -107,7 +108,7 @@ def find_omission(render: Render, messages: Sequence[Message], tools: Tools, tur
     offered = [_tool(number) for number in range(min(2, len(tools)))] if tools else None
     try:
         examples = render(filled, offered, turns)
-    except (RowFault, TemplateError):
+    except RowFault:
         return None
     written = {turn: "".join(e.text[a:b] for a, b in e.spans) for e in examples for turn in e.turns}
     everything, lost, named, thought = examples[-1].text, list[str](), dict[str, None](), False
@@ -241,6 +242,21 @@ def check_words(
     for tool in tools or ():
         _require(everything, _named(tool), TOOLS, template)
     return thoughts
+
+
+def check_documents(examples: Examples, kwargs: Mapping[str, Any], template: str) -> None:
+    """Check that the prompts contain the documents of `chat_template_kwargs`.
+
+    Raises:
+        RowFault: The text of one is missing.
+    """
+    documents = kwargs.get(DOCUMENTS)
+    everything = _Text(examples[-1].text)
+    for document in documents if isinstance(documents, list) else ():
+        texts = document if isinstance(document, Mapping) else {"text": document}
+        for name in ("text", "content", "contents"):
+            if isinstance(texts.get(name), str):
+                _require(everything, texts[name], DOCUMENTS, template)
 
 
 def _texts_of(examples: Examples) -> dict[int, _Text]:

@@ -275,7 +275,8 @@ class Encoder(RowEncoder):
             return TrainingChat([])
         assert self.template is not None, "a chat without a template"
         if self.format.kind == "prompts":
-            prompt, end = self.template.prompt(sample.messages, sample.tools), self.end_text
+            prompt = self.template.prompt(sample.messages, sample.tools, sample.template_kwargs)
+            end = self.end_text
             example = RenderedChat(prompt + end, [(len(prompt), len(prompt) + len(end))], [len(sample.messages)])
             return TrainingChat([example])
         made = self.template.for_training(
@@ -284,6 +285,7 @@ class Encoder(RowEncoder):
             options or self.options,
             first_trained=sample.first_trained,
             fits=self._fits,
+            kwargs=sample.template_kwargs,
         )
         if not made.examples:
             raise RowFault(TOO_LONG, f"{len(sample.messages)} messages")

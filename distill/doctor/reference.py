@@ -30,6 +30,7 @@ from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
 from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.objective import DistillationObjective
+from distill.teachers.rows.context.teacher import ContextTeacher
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance
 COLUMNS = 512  # columns of the vocabulary over which a mixture is compared with itself
@@ -194,7 +195,8 @@ class Reference:
         same, detail = verdict.compatible, f"same ids and positions; {verdict}"
         if self.teacher.rows.reading != "context":
             return same, detail
-        fine, found = context_verdict(batch)
+        prompt = self.teacher.prompt if isinstance(self.teacher, ContextTeacher) else None
+        fine, found = context_verdict(batch, private_context=prompt is None or prompt.context is not None)
         return (same, f"{detail}; {found}") if fine else (fine, found)
 
 
@@ -203,8 +205,14 @@ def largest_magnitude(values: Sequence[torch.Tensor]) -> float:
     return torch.stack(list(values)).abs().max().item()
 
 
-def context_verdict(batch: Batch) -> tuple[bool, str]:
-    """Compare the tokens of responses in both inputs, and find context that leaks into the student's prompt."""
+def context_verdict(batch: Batch, *, private_context: bool = True) -> tuple[bool, str]:
+    """Compare the tokens of responses in both inputs, and find context that leaks into the student's prompt.
+
+    Args:
+        batch: Rows of both inputs.
+        private_context: Whether the teacher reads a context; else the chat template has other variables for it, and
+            either prompt may be the longer one.
+    """
     more = 0
     for row in range(len(batch["labels"])):
         own, positions, other, other_positions = (
@@ -218,6 +226,11 @@ def context_verdict(batch: Batch) -> tuple[bool, str]:
             answer, prompt = own[a + first : b], own[a : a + first]
             if other[d - len(answer) : d] != answer:
                 return False, "a response has other tokens in the teacher's input"
+            if not private_context:
+                if other[c : d - len(answer)] == prompt:
+                    return False, "the teacher's prompt is the student's"
+                more += d - c - (b - a)
+                continue
             private = _only_in(other[c : d - len(answer)], prompt)
             if not private:
                 return False, "the teacher has no context that the student lacks"
@@ -225,6 +238,8 @@ def context_verdict(batch: Batch) -> tuple[bool, str]:
             if leaked >= max(FEW, len(private) / 2):
                 return False, f"{leaked} tokens of the teacher's context are in the student's prompt"
             more += len(private)
+    if not private_context:
+        return True, f"responses have the same tokens in both inputs; the teacher's prompts are {more:+,} tokens longer"
     return True, f"responses have the same tokens in both inputs; {more} tokens before them are context"
 
 

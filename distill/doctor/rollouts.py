@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
-from distill.data.chat import load_template
+from distill.data.chat import template_of
 from distill.doctor.rewards import substitute_rewards
 from distill.generation.decode_loop import EngineSettings
 from distill.generation.documents import Readers, documents_of
@@ -55,7 +55,7 @@ class StudentRollouts:
         """
         section = recipe.data.on_policy
         assert section is not None
-        settings = settings_for(student, tokenizer, load_template(recipe.data.chat_template, tokenizer))
+        settings = settings_for(student, tokenizer, template_of(recipe.data, tokenizer))
         return StudentRollouts(
             "distill" if section.engine == "vllm" else section.engine,
             max(section.fraction, 0.5),

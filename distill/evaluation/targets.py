@@ -86,8 +86,8 @@ def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype |
     return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
 
 
-def teacher_section(target: Target, teacher: str | None) -> Teacher:
-    """Return the section of the named teacher, else of the recipe's teacher.
+def teacher_section(target: Target, teacher: str | None, command: str = "eval") -> Teacher:
+    """Return the section of the named teacher, else of the recipe's teacher, for a command of `COMMANDS`.
 
     Raises:
         ValueError: There is neither, or the run's teacher is not a single model that can be loaded.
@@ -98,7 +98,7 @@ def teacher_section(target: Target, teacher: str | None) -> Teacher:
         raise ValueError(
             f"--teacher: required for a model; only a run has a teacher, and {target.student.model} is not a run"
         )
-    require_command(target.recipe, "eval")
+    require_command(target.recipe, command)
     if target.recipe.teacher.is_loaded:
         return target.recipe.teacher
     try:
@@ -123,9 +123,11 @@ def target_measure(target: Target, teacher: str | None) -> Measure:
     return measure_of(target.recipe.model_copy(update=alone))
 
 
-def load_teacher_of(target: Target, teacher: str | None, *, in_shards: bool = False) -> PreTrainedModel:
-    """Return the named teacher, else the recipe's; with `in_shards` sharded over the process group."""
-    section, device = teacher_section(target, teacher), default_device()
+def load_teacher_of(
+    target: Target, teacher: str | None, *, in_shards: bool = False, command: str = "eval"
+) -> PreTrainedModel:
+    """Return the named teacher, else the recipe's, for a command; with `in_shards` sharded over the process group."""
+    section, device = teacher_section(target, teacher, command), default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
         device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
@@ -209,7 +211,7 @@ def _as_read_by(section: Data, source: str) -> dict[str, Any]:
     """Return the data settings of a run that apply to `source`: chat template, trained turns, and columns if it has
     them.
     """
-    names = ("chat_template", "train_on", "reasoning", "empty_answers")
+    names = ("chat_template", "chat_template_kwargs", "train_on", "reasoning", "empty_answers")
     settings: dict[str, Any] = {name: getattr(section, name) for name in names}
     mapped = section.fields.model_dump(exclude_none=True)
     if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):

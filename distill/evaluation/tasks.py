@@ -9,10 +9,13 @@ The harness's own tasks, prompts, metrics and standard errors are used, so score
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from distill.data.chat import template_kwargs_of
 
 INSTALL = 'pip install "lm-eval>=0.4.9"'
 
@@ -78,17 +81,24 @@ def run_tasks(
         models: Causal language models by name, all with this tokenizer; set to eval mode.
         tasks: Tasks from `check_tasks`.
         limit: Maximum number of examples per task.
-        chat: Apply the tokenizer's chat template to prompts.
+        chat: Apply the tokenizer's chat template to prompts, with the variables that it is saved with.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    kwargs = template_kwargs_of(tokenizer)
+    variables: dict[str, Any] = {"chat_template_args": kwargs} if chat and kwargs else {}
+    if missing := variables.keys() - inspect.signature(HFLM).parameters.keys():
+        raise ValueError(
+            f"--chat: the tokenizer's chat template has variables of its own ({', '.join(kwargs)}), and this "
+            f"lm-evaluation-harness has no {missing.pop()}; expected a later one: pip install -U lm-eval"
+        )
     scores: dict[tuple[str, str], dict[str, Score]] = {}
     for name, model in models.items():
         used, model.config.use_cache = model.config.use_cache, True  # generation tasks need the cache
         try:
             answer = simple_evaluate(
-                HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
+                HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size, **variables),
                 tasks=tasks.names,
                 task_manager=tasks.manager,
                 limit=limit,

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 from distill.data.chat import ChatTemplate
+from distill.data.known_columns import TEMPLATE_KWARGS
+from distill.data.row_reader import template_kwargs
 from distill.data.sources import RowFault
 from distill.generation.documents import Document
 from distill.generation.function_calls import Call, FunctionInput, UserFunction
@@ -197,14 +199,14 @@ class Environment:
         roles = tuple(str(message["role"]) for message in messages)
         if roles not in self._rendered:
             marked = [{**message, "content": f"{REPLY}{number}"} for number, message in enumerate(messages)]
-            text = self._text_after_response(before, marked, function_input.tools, prefix)
+            text = self._text_after_response(before, marked, function_input, prefix)
             if lost := [role for number, role in enumerate(roles) if f"{REPLY}{number}" not in text]:
                 raise ValueError(
                     f"{prefix}: the chat template does not render a message of the role {lost[0]} after an answer; "
                     "return one of another role, such as user"
                 )
             self._rendered.add(roles)
-        after = self._text_after_response(before, messages, function_input.tools, prefix)
+        after = self._text_after_response(before, messages, function_input, prefix)
         end = rollout.tokens[-1]
         if end not in self.chat.ends:  # a stop string ended it; the template ends the turn
             return self._ids_of(after)
@@ -214,7 +216,7 @@ class Environment:
         return ids[closing:] if closes else None
 
     def _text_after_response(
-        self, before: Sequence[Message], messages: Sequence[Message], tools: list[object] | None, prefix: str
+        self, before: Sequence[Message], messages: Sequence[Message], function_input: FunctionInput, prefix: str
     ) -> str:
         """Return what the template writes after a response, with the generation prompt of the next one.
 
@@ -222,7 +224,12 @@ class Environment:
         """
         try:
             answer = {"role": "assistant", "content": ANSWER}
-            text = self.chat.template.render([*before, answer, *messages], tools, prompt=True)
+            text = self.chat.template.render(
+                [*before, answer, *messages],
+                function_input.tools,
+                prompt=True,
+                kwargs=template_kwargs(function_input.row.get(TEMPLATE_KWARGS)),
+            )
         except RowFault as fault:
             raise ValueError(f"{prefix}: {fault}") from None
         return text[text.rfind(ANSWER) + len(ANSWER) :] if ANSWER in text else ""

@@ -9,6 +9,7 @@ import torch
 
 from distill.core import console
 from distill.core.eval_mode import eval_mode
+from distill.data.chat import template_kwargs_of
 from distill.generation.stopping import end_tokens, override_generation_config
 from distill.models.patch.document_rope import generates_with_cache
 
@@ -44,11 +45,12 @@ def generate(
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> torch.Tensor:
     """Return token ids [1, S]: the prompt as a user message of the chat template, or as plain text where there is none.
 
-    Several turns are a chat, which needs a template.
+    Several turns are a chat, which needs a template; its keyword arguments are those that the tokenizer is saved with.
     """
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        kwargs = template_kwargs_of(tokenizer)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs)
         ids = tokenizer(text, add_special_tokens=False).input_ids
     else:
         ids = tokenizer(prompt).input_ids

@@ -8,7 +8,7 @@ from typing import Any
 
 from distill.data.chat import ChatTemplate
 from distill.data.formats import FieldMap, Format, Sample, with_columns_beside
-from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS
+from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS, TEMPLATE_KWARGS
 from distill.data.load import require_words_are_read
 from distill.data.row_counts import RowCounts
 from distill.data.sampled_rows import MESSAGE
@@ -139,8 +139,9 @@ def _prompt(
         return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text}, text)
     if template is None:
         raise RowFault("a chat without a chat template")
-    text = template.prompt(sample.messages, sample.tools)
+    text = template.prompt(sample.messages, sample.tools, sample.template_kwargs)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    own = {TEMPLATE_KWARGS: sample.template_kwargs} if sample.template_kwargs else {}
     if is_text and len(sample.messages) == 1:
-        return Prompt(ids, {"prompt": sample.messages[0]["content"]}, text)
-    return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}), text)
+        return Prompt(ids, {"prompt": sample.messages[0]["content"]} | own, text)
+    return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}) | own, text)

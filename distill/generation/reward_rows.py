@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, load_template
+from distill.data.chat import ChatOptions, template_of
 from distill.data.documents import tokenise_documents
 from distill.data.formats import Format
 from distill.data.load import format_of
@@ -230,7 +230,7 @@ def row_table_from_recipe(recipe: Recipe, tokenizer: Any, ends: Collection[int])
     for part in recipe.data.parts:
         data = part.data
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
-        template = load_template(data.chat_template, tokenizer)
+        template = template_of(data, tokenizer)
         format = format_of(source, data, [template]).without(private)
         encoder = Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(data))
         notes, _, _, _ = tokenise_documents(

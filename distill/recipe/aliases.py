@@ -130,6 +130,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "data.fields.input": ("", "", "datasets.field_input", "columns.query (LLaMA-Factory)"),
     "data.fields.tools": ("", "", "datasets.field_tools", "columns.tools (LLaMA-Factory)"),
     "data.chat_template": ("chat_template_path", "", "chat_template", "template (LLaMA-Factory)"),
+    "data.chat_template_kwargs": ("chat_template_kwargs", "", "chat_template_kwargs", ""),
     "data.max_length": (
         "max_length", "tokenizer.max_seq_len", "sequence_len",
         "max_seq_length (unsloth, TRL, DistillKit); max_seq_len (torchtune); seq_length (Megatron, NeMo); "

@@ -17,7 +17,14 @@ from typing import NamedTuple
 from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE
 from distill.recipe.models import Teacher
-from distill.recipe.teachers import Sections, first_teacher, mixed_teachers, top_k_setting, written_teachers
+from distill.recipe.teachers import (
+    Sections,
+    first_teacher,
+    mixed_teachers,
+    teacher_prompt,
+    top_k_setting,
+    written_teachers,
+)
 from distill.recipe.value_conflicts import value_conflicts
 
 
@@ -76,24 +83,44 @@ def _without_layers(recipe: Sections) -> str | None:
     return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.online_cache: {teacher.online_cache}"
 
 
+def _other_prompts(recipe: Sections) -> str | None:
+    """Return the first setting by which a teacher reads other prompts than the student."""
+    found = first_teacher(recipe, lambda teacher: teacher_prompt(recipe.data, teacher) is not None)
+    if found is None:
+        return None
+    field, teacher = found
+    return f"{field}.{'chat_template_kwargs' if teacher.context is None else 'context'}"
+
+
+def _students_own_prompt(recipe: Sections) -> str | None:
+    """Return the first teacher of the student's own weights that reads the student's prompts."""
+    found = first_teacher(
+        recipe, lambda teacher: teacher.type == "student" and teacher_prompt(recipe.data, teacher) is None
+    )
+    return None if found is None else f"{found[0]}.chat_template_kwargs: the data's"
+
+
 def _context_without_prompts(recipe: Sections) -> str | None:
-    """Return the setting for which rows of a teacher with a context lack prompts; those of other routes need none."""
+    """Return the setting for which rows of a teacher with another prompt lack prompts; other routes need none."""
     if recipe.data.is_synthetic:
         return _without_prompts(recipe)
     for teacher in written_teachers(recipe):
         route = getattr(teacher, "route", None)
-        parts = [part for part in recipe.data.parts if teacher.context is not None and part.teacher in (None, route)]
+        prompt = teacher_prompt(recipe.data, teacher)
+        parts = [part for part in recipe.data.parts if prompt is not None and part.teacher in (None, route)]
         if found := next((part.data.format for part in parts if part.data.format in ("text", "prompts")), None):
             return f"data.format: {found}"
     return None
 
 
 def _contexts_of_a_route(recipe: Sections) -> str | None:
-    """Return the first context that differs from another one of its route."""
+    """Return the first prompt that differs from another one of its route."""
     found: dict[str | None, object] = {}
     for number, teacher in enumerate(recipe.teachers):
-        if teacher.context is not None and found.setdefault(teacher.route, teacher.context) != teacher.context:
-            return f"teachers.{number}.context other than that of another teacher of its route"
+        prompt = teacher_prompt(recipe.data, teacher)
+        if prompt is not None and found.setdefault(teacher.route, prompt) != prompt:
+            name = "chat_template_kwargs" if teacher.context is None else "context"
+            return f"teachers.{number}.{name} other than that of another teacher of its route"
     return None
 
 
@@ -154,8 +181,18 @@ PROPERTIES: dict[str, Property] = {
     ),
     "student's prompts": Property(
         "a teacher that reads the student's prompts",
+        _other_prompts,
+        "leave teacher.context and teacher.chat_template_kwargs out",
+    ),
+    "student's messages": Property(
+        "a teacher that reads the student's messages",
         _instead(lambda teacher: teacher.context is not None, lambda _: "context"),
         "leave teacher.context out",
+    ),
+    "prompt of its own": Property(
+        "other prompts than the student's",
+        _students_own_prompt,
+        "give teacher.context, or teacher.chat_template_kwargs other than data.chat_template_kwargs",
     ),
     "weights": Property(
         "a teacher whose weights are loaded",
@@ -282,12 +319,28 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "student.vocabulary: cross",
         lambda recipe: recipe.student.vocabulary == "cross",
-        ("one teacher a token", "hidden states", "text", "student's prompts"),
+        ("one teacher a token", "hidden states", "text", "student's messages"),
     ),
     Requirement("student.from_teacher", lambda recipe: recipe.student.is_cut, ("weights in floating point",)),
+    Requirement(  # on routes the rows of a teacher are made by its tokenizer or after its prompt
+        "student.vocabulary: cross",
+        lambda recipe: recipe.student.vocabulary == "cross" and bool(recipe.teachers),
+        ("student's prompts",),
+    ),
     Requirement(
         "teacher.context",
         lambda recipe: any(teacher.context is not None for teacher in written_teachers(recipe)),
+        ("prompts for the context", "one context a route"),
+    ),
+    Requirement(
+        "teacher.chat_template_kwargs",
+        lambda recipe: (
+            recipe.student.vocabulary != "cross"
+            and any(
+                teacher.context is None and teacher_prompt(recipe.data, teacher) is not None
+                for teacher in written_teachers(recipe)
+            )
+        ),
         ("prompts for the context", "one context a route"),
     ),
     Requirement(
@@ -304,7 +357,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "teacher.type: student",
         lambda recipe: any(teacher.type == "student" for teacher in written_teachers(recipe)),
-        ("student's checkpoint",),
+        ("student's checkpoint", "prompt of its own"),
     ),
     Requirement(
         "teacher.ema",
@@ -376,9 +429,10 @@ APART: tuple[Apart, ...] = (
 COMMANDS: dict[str, tuple[str, ...]] = {
     "serve": ("one teacher", "weights"),
     "cache": ("one teacher", "a model", "frozen weights"),
-    "sample --from teacher": ("one teacher for all rows", "weights", "student's prompts"),
+    "sample --from teacher": ("one teacher for all rows", "weights", "student's messages"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
     "eval": ("one teacher", "student's prompts"),
+    "generate": ("one teacher", "student's messages"),
 }
 
 
@@ -413,6 +467,6 @@ def require_command(recipe: Sections, command: str) -> None:
     Raises:
         ValueError: names the command, what it requires and what the recipe gives.
     """
-    way_out = "; or name a teacher by --teacher" if command == "eval" else ""
+    way_out = "; or name a teacher by --teacher" if command in ("eval", "generate") else ""
     for message in lacking(recipe, f"distill {command}", COMMANDS[command]):
         raise ValueError(message + way_out)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from distill.core.errors import Section
-from distill.recipe.fields import FUNCTION, Count, NotNegative, Text, Usual
+from distill.recipe.fields import FUNCTION, Count, NotNegative, TemplateKwargs, Text, Usual
 
 FormatName = Literal["auto", "text", "prompt_completion", "chat", "prompts"]
 
@@ -178,6 +178,9 @@ class Data(Section):
         unread: columns, and keys of messages as `messages.KEY`, that are not read on purpose. Without it the report of
             the data names each that is not read, and one that carries words of the conversation stops the run.
         chat_template: path of a .jinja file; `tokenizer` for the tokenizer's own template, `none` for no template.
+        chat_template_kwargs: variables that the chat template reads beside messages and tools, such as
+            `enable_thinking`, `reasoning_effort` or `documents`: in training, rollouts, samples and evaluation. A row's
+            column `chat_template_kwargs` takes precedence, name by name.
         max_length: maximum length of a sequence in tokens. Plain text is split, and chats are truncated at it.
         packing: pack several documents into one sequence, without attention between them; false pads one per sequence.
         train_on: assistant turns of a chat that are trained on. `all` of them in one example; `each` in an example of
@@ -204,6 +207,7 @@ class Data(Section):
     fields: Fields = Fields()
     unread: list[Text] = Field(default_factory=list)
     chat_template: Text = "tokenizer"
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     packing: bool = True
     train_on: Literal["all", "each", "last"] = "all"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, JsonValue
 from pydantic.fields import FieldInfo
 
 from distill.core.errors import expected_got
@@ -49,6 +49,46 @@ class Usual(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.low:g} to {self.high:g}"
+
+
+# arguments of a template that the toolkit itself gives, or that change what is returned
+TEMPLATE_ARGUMENTS = {
+    "messages",
+    "conversation",
+    "conversations",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "return_assistant_tokens_mask",
+    "return_tensors",
+    "return_dict",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+}
+
+
+def template_kwargs_error(kwargs: dict[str, JsonValue]) -> str | None:
+    """Return what is wrong with keyword arguments of a chat template; None where nothing is."""
+    for name in kwargs:
+        if not name.isidentifier():
+            return expected_got("names of a chat template's variables, such as enable_thinking", name)
+        if name in TEMPLATE_ARGUMENTS:
+            return f"expected variables of the chat template, got {name}, which is given by the data and the run"
+    return None
+
+
+def _checked_kwargs(kwargs: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    error = template_kwargs_error(kwargs)
+    if error is not None:
+        raise ValueError(error)
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, JsonValue], AfterValidator(_checked_kwargs)]
 
 
 def text_or_list(value: object) -> object:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from distill.core.errors import Section, expected_got
-from distill.recipe.fields import PART, ROUTE, Count, NotNegative, Text, Usual, no_code, text_or_list
+from distill.recipe.fields import PART, ROUTE, Count, NotNegative, TemplateKwargs, Text, Usual, no_code, text_or_list
 from distill.recipe.from_teacher import FromTeacher
 from distill.recipe.quantise import Quantise
 
@@ -104,8 +104,11 @@ class Teacher(ModelSection):
             remote teacher: neither of these loads a teacher. A model named together with a cache must be the one that
             the cache was made with; together with a server, the served one, from whose files a student may be cut.
             `student` is the student's own checkpoint, frozen or averaged (`ema`), with a `context` that the student
-            lacks; `plugin` is a `backend` that an installed package registers.
+            lacks, or other `chat_template_kwargs`; `plugin` is a `backend` that an installed package registers.
         context: privileged context, which the student's prompts do not have; null for the student's prompts.
+        chat_template_kwargs: variables of the chat template in the teacher's prompts, in place of
+            `data.chat_template_kwargs`, such as `enable_thinking: true` beside a student that does not think; null for
+            the student's. A row's column `chat_template_kwargs` takes precedence.
         ema: with `type: student`, make the teacher an exponential moving average of the student: after each step its
             weights are `ema` times themselves plus (1 - `ema`) times the student's. null keeps it frozen.
         backend: with `type: plugin`, name under which an installed package registers a backend of its own (entry points
@@ -143,6 +146,7 @@ class Teacher(ModelSection):
     backend: Text | None = None
     path: Text | None = None
     context: Context | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     url: Annotated[str | list[str] | None, BeforeValidator(lambda value: value and text_or_list(value))] = None
     protocol: Literal["distill", "vllm"] = "distill"
@@ -193,8 +197,9 @@ class Teacher(ModelSection):
 
     @property
     def by_itself(self) -> Teacher:
-        """The same model without `context`, `online_cache` and `top_k`, which is what a server of it computes."""
-        left_out = {"context": None, "top_k": None, "online_cache": None, "online_cache_format": "hidden"}
+        """The same model with the student's prompts, without `online_cache` and `top_k`, as a server computes it."""
+        names = ("context", "chat_template_kwargs", "top_k", "online_cache")
+        left_out = {**dict.fromkeys(names), "online_cache_format": "hidden"}
         return self.model_copy(update=left_out)
 
     def loaded(self) -> Teacher:
@@ -233,8 +238,11 @@ class Teacher(ModelSection):
         if itself and (self.model or self.config or self.adapter or self.revision):
             given = ", ".join(name for name in ("model", "config", "adapter", "revision") if getattr(self, name))
             raise ValueError(f"type: student loads the student's own checkpoint; got {given}; leave {given} out")
-        if itself and self.context is None:
-            raise ValueError("type: student needs context: without it, teacher and student output the same")
+        if itself and self.context is None and self.chat_template_kwargs is None:
+            raise ValueError(
+                "type: student needs context, or chat_template_kwargs other than the data's: without either, teacher "
+                "and student output the same"
+            )
         if self.ema is not None and (not itself or self.dtype in EIGHT_BITS or self.offload is not None):
             given = f"type: {self.type}, dtype: {self.dtype}, offload: {self.offload or 'null'}"
             raise ValueError(f"ema: expected type: student, weights of 16 or 32 bits and no offload; got {given}")

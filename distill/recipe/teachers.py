@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from pydantic import JsonValue
+
 from distill.recipe.data import Data
 from distill.recipe.loss import Loss
-from distill.recipe.models import Student, Teacher, WeightedTeacher
+from distill.recipe.models import Context, Student, Teacher, WeightedTeacher
 from distill.recipe.stages import Export, Stage
 from distill.recipe.train import Parallel, Train
 
@@ -42,6 +44,33 @@ class TeacherDescription(NamedTuple):
     routes: tuple[str, ...] = ()
 
 
+class TeacherPrompt(NamedTuple):
+    """Prompts that a teacher reads in place of the student's.
+
+    Attributes:
+        context: privileged context; None where the messages are the student's.
+        chat_template_kwargs: variables of the chat template, those of the student's prompts or others.
+        rendered_alike: whether the chat template has the same variables for student and teacher.
+    """
+
+    context: Context | None
+    chat_template_kwargs: dict[str, JsonValue]
+    rendered_alike: bool
+
+
+def teacher_kwargs(data: Data, teacher: Teacher) -> dict[str, JsonValue]:
+    """Return the variables of the chat template in a teacher's prompts."""
+    own = teacher.chat_template_kwargs
+    return data.chat_template_kwargs if own is None else own
+
+
+def teacher_prompt(data: Data, teacher: Teacher) -> TeacherPrompt | None:
+    """Return the prompts of a teacher; None where it reads the student's."""
+    kwargs = teacher_kwargs(data, teacher)
+    alike = kwargs == data.chat_template_kwargs
+    return None if teacher.context is None and alike else TeacherPrompt(teacher.context, kwargs, alike)
+
+
 def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
     """Return the section of the model to load as a teacher (by default the only one)."""
     teacher = teacher or recipe.teacher
@@ -71,7 +100,8 @@ def describe_teacher(recipe: Sections) -> TeacherDescription:
 def reads_student_rows(recipe: Sections) -> bool:
     """Return whether a single loaded model is the teacher, reads the student's rows and has no store."""
     teacher = recipe.teacher
-    plain = teacher.is_loaded and teacher.context is None and teacher.online_cache is None
+    own_prompt = teacher_prompt(recipe.data, teacher) is not None
+    plain = teacher.is_loaded and not own_prompt and teacher.online_cache is None
     return plain and not recipe.teachers and recipe.student.vocabulary != "cross"
 
 

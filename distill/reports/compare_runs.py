@@ -39,6 +39,7 @@ JUDGED_BY = (
             "format",
             "fields",
             "chat_template",
+            "chat_template_kwargs",
             "max_length",
             "train_on",
             "reasoning",

@@ -3,7 +3,8 @@
     source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
 
 Each is there where the recipe names it: `teacher.online_cache` a store (`teacher.top_k` one of a batch alone),
-`teacher.context` or `student.vocabulary: cross` other rows than the student's, `teachers` several teachers.
+`teacher.context`, other `chat_template_kwargs` or `student.vocabulary: cross` other rows than the student's, `teachers`
+several teachers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from distill.objectives.measure import Measure
 from distill.recipe import Recipe
 from distill.recipe import Teacher as TeacherSection
-from distill.recipe.teachers import describe_teacher
+from distill.recipe.teachers import describe_teacher, teacher_prompt
 from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.launched import LaunchedPlan
 from distill.teachers.backends.served.source import ServerPlan
@@ -64,8 +65,9 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stor
     is_stored = section.online_cache is not None or stores == "everywhere"
     if is_stored or (section.is_loaded and section.top_k is not None):
         plan = StoredPlan(plan, section, field, writes=stores == "as set")
-    if section.context is not None:
-        plan = ContextPlan(plan, section.context)
+    prompt = teacher_prompt(recipe.data, section)
+    if prompt is not None and recipe.student.vocabulary != "cross":  # the rows of another tokenizer have its template
+        plan = ContextPlan(plan, prompt)
     if recipe.student.vocabulary == "cross" and not recipe.teachers:  # on routes by the tokenizer of each teacher
         plan = CrossPlan(plan)
     return plan

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distill.data.chat import ChatTemplate, load_template, with_template
+from distill.data.chat import ChatTemplate, load_template, template_of, with_template, with_template_kwargs
 from distill.data.load import Splits, load_data
 from distill.data.rows import RowFault
 from distill.models.load.loading import load_config, load_tokenizer
 from distill.models.load.vocabulary import compare, extend_student, shared_columns
+from distill.recipe.teachers import teacher_kwargs
 
 if TYPE_CHECKING:
     from distill.generation.documents import Readers
@@ -54,8 +55,11 @@ class Vocabulary:
         self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
         self.tokenizer: Any = None
         if not recipe.data.is_synthetic:
-            self.tokenizer = with_template(load_tokenizer(teacher), recipe.data.chat_template)
+            self.tokenizer = with_template(load_tokenizer(teacher), recipe.data)
         self.teacher_tokenizer = self.tokenizer
+        kwargs = teacher_kwargs(recipe.data, recipe.teacher)
+        if self.tokenizer is not None and kwargs != recipe.data.chat_template_kwargs:
+            self.teacher_tokenizer = with_template_kwargs(self.tokenizer, kwargs)
         self.student_tokenizer = self.tokenizer
 
     @property
@@ -73,7 +77,7 @@ class Vocabulary:
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """Chat template of the data; None for random tokens, and where there is none."""
-        return None if self.tokenizer is None else load_template(self.recipe.data.chat_template, self.tokenizer)
+        return None if self.tokenizer is None else template_of(self.recipe.data, self.tokenizer)
 
     def tokenizers(self) -> list[Any] | None:
         """Return the tokenizers of every teacher and, last, of the student, as read; None for random tokens."""
@@ -144,7 +148,8 @@ class Vocabulary:
         """
         if self.tokenizer is None or self.student_tokenizer is self.tokenizer:
             return ""
-        templates = self.template, load_template("tokenizer", self.student_tokenizer)
+        kwargs = self.recipe.data.chat_template_kwargs
+        templates = self.template, load_template("tokenizer", self.student_tokenizer, kwargs=kwargs)
         turns = [{"role": "user", "content": "Hello"}]
         try:
             texts = [template.render(turns, prompt=True) for template in templates if template is not None]

@@ -115,6 +115,8 @@ def _text_to_tokens(vocabulary: Vocabulary) -> Plain:
     return {
         "tokenizer_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "chat_template": template.source if template else None,
+        **({"chat_template_kwargs": template.kwargs} if template and template.kwargs else {}),
+        **({"chat_template_tool_use": template.tool_use.source} if template and template.tool_use else {}),
         "chat_template_date": str(template.frozen_date) if template and template.frozen_date else None,
     }
 

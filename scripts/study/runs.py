@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import PrinterCallback, TrainerCallback
 
-from distill.data.chat import load_template
+from distill.data.chat import template_of
 from distill.data.load import Splits, load_data
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
@@ -210,7 +210,7 @@ def train(
             recipe,
             student,
             bench.tokenizer,
-            template=load_template(recipe.data.chat_template, bench.tokenizer),
+            template=template_of(recipe.data, bench.tokenizer),
             report=splits.report,
             vocab_size=trainer.objective.columns,
             autocast=bench.precision.autocast,

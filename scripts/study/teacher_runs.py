@@ -18,7 +18,7 @@ import torch
 
 from distill.caching.make import Loaded, make_cache
 from distill.core import console
-from distill.data.chat import load_template
+from distill.data.chat import template_of
 from distill.data.collator import Collator
 from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.generation.decode_loop import Engine
@@ -112,7 +112,7 @@ class TeacherBench(Bench):
 
     def engine(self, model: Any, recipe: Recipe) -> Engine:
         """Return the generation engine for `model`."""
-        template = load_template(recipe.data.chat_template, self.tokenizer)
+        template = template_of(recipe.data, self.tokenizer)
         settings = settings_for(
             model, self.tokenizer, template, autocast=self.precision.autocast, max_length=recipe.data.max_length
         )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.chat import ChatOptions, load_template
+from distill.data.chat import ChatOptions, template_of
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
@@ -19,7 +19,7 @@ from distill.models.load.loading import load_tokenizer
 from distill.models.load.vocabulary import compare
 from distill.objectives.measure import KL, Measure, together
 from distill.recipe import Data, ModelSection, Part, Recipe
-from distill.recipe.teachers import TeacherDescription
+from distill.recipe.teachers import TeacherDescription, teacher_prompt
 from distill.teachers.base import InnerPlan, Teacher, TeacherPlan, of_member
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.route_data import RoutedEncoder, RouteRows
@@ -175,25 +175,22 @@ class SeveralVocabulary(Vocabulary):
         return {number: member.vocabulary() for number, member in members if isinstance(member, CrossPlan)}
 
     def read(self, data: Data, seed: int) -> Splits:
-        sections = self.source.all_sections.values()
-        contexts = [section.context for section in sections if section.context is not None]
+        made = [teacher_prompt(data, section) for section in self.source.all_sections.values()]
+        prompts = [prompt for prompt in made if prompt is not None]
         if self.source.is_routed:
             splits = self._read_routes(data, seed)
-        elif contexts:  # all the same
-            splits = load_context_data(data, self.tokenizer, contexts[0], seed=seed)
+        elif prompts:  # all the same
+            splits = load_context_data(data, self.tokenizer, prompts[0], seed=seed)
         else:
             splits = super().read(data, seed)
         self.source.note_data(splits)
         return splits
 
     def _read_routes(self, data: Data, seed: int) -> Splits:
-        source, template = self.source, load_template(data.chat_template, self.tokenizer)
+        source, template = self.source, template_of(data, self.tokenizer)
         routes = list(source.groups)
-        contexts = {
-            source.route_of(number): section.context
-            for number, section in enumerate(source.all_sections.values())
-            if section.context is not None
-        }
+        made_prompts = [teacher_prompt(data, section) for section in source.all_sections.values()]
+        prompts = {source.route_of(number): prompt for number, prompt in enumerate(made_prompts) if prompt is not None}
         others = {source.route_of(number): other for number, other in self.others.items()}
 
         def encoder(format: Format, part: Part) -> RoutedEncoder:
@@ -204,14 +201,14 @@ class SeveralVocabulary(Vocabulary):
 
             readers: dict[int, RowEncoder] = {}
             for number in (number for number, route in enumerate(routes) if part.teacher in (None, route)):
-                if (context := contexts.get(number)) is not None:
-                    readers[number] = made(ContextEncoder).after(context)
+                if (prompt := prompts.get(number)) is not None:
+                    readers[number] = made(ContextEncoder).after(prompt)
                 if (other := others.get(number)) is not None:
                     readers[number] = PairEncoder(*other.readers, format, max_length=own.max_length, options=options)
-            kinds = [ContextEncoder] * bool(contexts) + [PairEncoder] * bool(others)
+            kinds = [ContextEncoder] * bool(prompts) + [PairEncoder] * bool(others)
             return made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher).with_readers(readers, kinds)
 
-        report = CrossReport if others else ContextReport if contexts else DataReport
+        report = CrossReport if others else ContextReport if prompts else DataReport
         templates = [template, *(other.readers[1].template for other in others.values())]
         return load_rows(data, encoder, templates, seed=seed, report_type=report)
 

@@ -4,6 +4,11 @@ A row holds the student's `input_ids`, `labels`, `position_ids` and what the tea
 `teacher_input_ids` and `teacher_position_ids`, document by document. From the first trained token on, both
 readings of a document are the same tokens: they are aligned from their ends. `data.max_length` bounds both, and what
 exceeds it is cut off both.
+
+Where the chat template renders both prompts alike but for the context, the answers after it are the template's too, and
+a row in which they differ is dropped. With other variables of the template (`teacher.chat_template_kwargs`) the
+teacher's prompt is rendered and the student's answer follows: one example per turn, since a template may render later
+turns of one conversation otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.chat import ChatOptions, load_template
+from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat, template_of
 from distill.data.collator import Collator, Row
 from distill.data.formats import Format, Sample
 from distill.data.load import Splits, load_rows
@@ -26,6 +31,7 @@ from distill.data.sources import Row as DataRow
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, encodable
 from distill.recipe import Data, Part
 from distill.recipe.models import Context
+from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.rows.reading import PREFIX, ReadingColumns
 
 SHORT = 16  # characters: a shorter text may stand in a prompt by chance
@@ -47,29 +53,33 @@ class TwoPrompts(NamedTuple):
 
 class ContextEncoder(Encoder):
     """An encoder of both readings of a row, the student's and the teacher's. Arguments as of `Encoder`, and the
-    recipe's `teacher.context`, set by `after`.
+    teacher's prompts, set by `after`.
     """
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
-    context: Context
+    prompt: TeacherPrompt
+    teacher_template: ChatTemplate | None
 
-    def after(self, context: Context) -> ContextEncoder:
-        """Return this encoder, with the context set.
+    def after(self, prompt: TeacherPrompt) -> ContextEncoder:
+        """Return this encoder, with the teacher's prompts set.
 
         Raises:
             ValueError: the rows are running text.
         """
         if self.format.kind in ("text", "prompts"):
             raise ValueError(
-                f"teacher.context: expected prompts with responses, got {self.format} data; use chats, or prompts "
-                "with completions"
+                f"teacher.{'context' if prompt.context else 'chat_template_kwargs'}: expected prompts with responses, "
+                f"got {self.format} data; use chats, or prompts with completions"
             )
-        self.context = context
-        self.format = self.format.without(context.columns)  # only the teacher reads these
+        self.prompt = prompt
+        self.teacher_template = self.template and self.template.with_kwargs(prompt.chat_template_kwargs)
+        if prompt.context is not None:
+            self.format = self.format.without(prompt.context.columns)  # only the teacher reads these
         return self
 
     def settings(self) -> list[object]:
-        return [*super().settings(), self.context.model_dump()]
+        context, kwargs, _ = self.prompt
+        return [*super().settings(), context and context.model_dump(), kwargs]
 
     def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
         rows: list[MaskedText] = []
@@ -78,16 +88,16 @@ class ContextEncoder(Encoder):
             with tally.row(number):
                 sample = self.sample(row, tally)
                 assert isinstance(row, dict)
+                private, secrets = self._private(row)
                 if self.takes_ids(sample):
-                    yield self._sampled(sample, row, tally)
+                    yield self._sampled(sample, private, secrets, tally)
                     continue
                 sample = self.as_text(sample)
                 tally.without_end += sample.truncated
-                made, private = self.chat(sample), filled(self.context, row)
-                each = self.options._replace(train_on="each") if len(made.examples) > 1 else self.options
+                made = self.chat(sample, None if self.prompt.rendered_alike else self._per_turn())
                 asked = self._for_teacher(sample, private)
-                own, teacher = (self.partly(number, sample, made), self.partly(number, asked, self.chat(asked, each)))
-                secrets = [secret for secret in _secrets(self.context, row, private) if len(secret) >= SHORT]
+                own = self.partly(number, sample, made)
+                teacher = self.partly(number, asked, self._teacher_chat(sample, asked, made))
                 pairs = list(zip(own, teacher, strict=False))  # a longer prompt may leave no room for the last turns
                 for part, other in pairs:
                     prompt, answer = part.cut()
@@ -112,20 +122,36 @@ class ContextEncoder(Encoder):
             yield both
         self.count_faults(kept, faults, tally)
 
-    def _sampled(self, sample: Sample, row: DataRow, tally: RowCounts) -> TwoPrompts:
-        """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled."""
-        piece, private = self.sampled_piece(sample, tally), filled(self.context, row)
+    def _private(self, row: DataRow) -> tuple[str, list[str]]:
+        """Return the text that only the teacher reads of a row, and what of it no student's prompt may contain."""
+        context = self.prompt.context
+        if context is None:
+            return "", []
+        private = filled(context, row)
+        return private, [secret for secret in _secrets(context, row, private) if len(secret) >= SHORT]
+
+    def _sampled(self, sample: Sample, private: str, secrets: Sequence[str], tally: RowCounts) -> TwoPrompts:
+        """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled.
+
+        Args:
+            sample: The row.
+            private: Text that only the teacher reads.
+            secrets: What of it no student's prompt may contain.
+            tally: Counts of the rows.
+        """
+        piece = self.sampled_piece(sample, tally)
         assert sample.sampled is not None
         asked = self._for_teacher(sample, private)
         prompt = self.tokenizer.decode(sample.sampled.prompt)
-        if any(len(secret) >= SHORT and secret in prompt for secret in _secrets(self.context, row, private)):
+        if any(secret in prompt for secret in secrets):
             raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
         before = list[int]()
         if asked.messages is not None:
-            assert self.template is not None
-            text = self.template.prompt(asked.messages[:-1], asked.tools)
+            assert self.teacher_template is not None
+            text = self.teacher_template.prompt(asked.messages[:-1], asked.tools, asked.template_kwargs)
         else:
-            text, before = asked.prompt or "", self.beginning
+            text = asked.prompt or ""
+            before = self.beginning
         ids = self.ids_of([encodable(text)])[0]
         teacher_prompt = ids if ids[: len(before)] == before else [*before, *ids]
         other = np.array([*teacher_prompt, *sample.sampled.completion], dtype=np.int32)
@@ -152,9 +178,36 @@ class ContextEncoder(Encoder):
         tally.truncated += surplus > 0
         return TwoPrompts(ids[:keep], labels[:keep], other[:other_keep], origin)
 
+    def _per_turn(self) -> ChatOptions:
+        """Return options with an example per turn."""
+        return self.options if self.options.train_on == "last" else self.options._replace(train_on="each")
+
+    def _teacher_chat(self, sample: Sample, asked: Sample, made: TrainingChat) -> TrainingChat:
+        """Return the teacher's reading of the student's examples.
+
+        Args:
+            sample: The row, as the student reads it.
+            asked: The row, as the teacher reads it.
+            made: The student's examples.
+        """
+        if self.prompt.rendered_alike or sample.messages is None or asked.messages is None:
+            return self.chat(asked, self._per_turn() if len(made.examples) > 1 else None)
+        assert self.teacher_template is not None
+        more = len(asked.messages) - len(sample.messages)  # a system message with the context
+        examples = []
+        for example in made.examples:
+            (turn,) = example.turns
+            begin = example.spans[0][0]
+            prompt = self.teacher_template.prompt(asked.messages[: turn + more], asked.tools, asked.template_kwargs)
+            moved = [(start - begin + len(prompt), end - begin + len(prompt)) for start, end in example.spans]
+            examples.append(RenderedChat(prompt + example.text[begin:], moved, [turn + more]))
+        return TrainingChat(examples)
+
     def _for_teacher(self, sample: Sample, text: str) -> Sample:
-        """Return the sample with the context in its place."""
-        text, place = encodable(text), self.context.place
+        """Return the sample with the context in its place; unchanged where there is none."""
+        if self.prompt.context is None:
+            return sample
+        text, place = encodable(text), self.prompt.context.place
         if sample.messages is None:
             prompt = sample.prompt or ""
             joint = prompt[len(prompt.rstrip()) :]
@@ -203,17 +256,25 @@ def _secrets(context: Context, row: DataRow, private: str) -> list[str]:
     return [_value(row, column).strip() for column in context.columns] or [private.strip()]
 
 
-def load_context_data(data: Data, tokenizer: Any, context: Context, *, seed: int) -> Splits:
-    """Load data whose answers stand after the student's prompt and after the teacher's; arguments as of `load_data`.
+def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed: int) -> Splits:
+    """Load data whose answers stand after the student's prompt and after the teacher's.
+
+    Args:
+        data: The recipe's `data` section.
+        tokenizer: Tokenizer of both models.
+        prompt: The teacher's prompts.
+        seed: Seed of the order of rows.
 
     Raises:
         ValueError: naming the field.
     """
-    template = load_template(data.chat_template, tokenizer)
+    template = template_of(data, tokenizer)
+    if not prompt.rendered_alike:
+        template_of(data, tokenizer, kwargs=prompt.chat_template_kwargs, field="teacher")  # reads them, or is refused
 
     def encoder(format: Format, part: Part) -> ContextEncoder:
         options, most = ChatOptions.of(part.data), part.data.max_length
-        return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(context)
+        return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(prompt)
 
     return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)
 

@@ -1,5 +1,8 @@
 """Context distillation: a teacher that reads the student's answers after a prompt of its own.
 
+The prompt holds a context that the student lacks, or the chat template renders it with other variables, such as a
+thinking teacher beside a student that does not think.
+
 The teacher may be any other, loaded, served or stored, or the student's own checkpoint, which then differs from the
 student only by what it reads (self-distillation). Its outputs are moved to the student's positions that predict the
 same tokens, so that every loss takes them as they are.
@@ -14,7 +17,7 @@ from torch import nn
 from distill.data.load import Splits
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
 from distill.recipe import Data, Generate
-from distill.recipe.models import Context
+from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.load_context import LoadContext
@@ -28,15 +31,15 @@ class ContextTeacher(ReadingTeacher):
 
     Args:
         teacher: the inner teacher, or a causal language model.
-        context: Privileged context, for `respond`; None where that is not used.
+        prompt: The teacher's prompts, for `respond`; None where that is not used.
     """
 
     reading, reads = "context", ContextColumns
     needed = ("teacher_input_ids", "teacher_rows")
 
-    def __init__(self, teacher: Teacher | nn.Module, context: Context | None = None) -> None:
+    def __init__(self, teacher: Teacher | nn.Module, prompt: TeacherPrompt | None = None) -> None:
         super().__init__(teacher)
-        self.context = context
+        self.prompt = prompt
 
     def targets(self, batch: Batch) -> Targets:
         """Return the inner teacher's targets at the student's positions; 0 where no token is trained."""
@@ -55,41 +58,45 @@ class ContextTeacher(ReadingTeacher):
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses after a context that is the same for all; None where it depends on a row of the data."""
-        tokenizer = self.inner.tokenizer
-        if self.context is None or self.context.columns or getattr(tokenizer, "chat_template", None) is None:
+        if self.prompt is None or getattr(self.inner.tokenizer, "chat_template", None) is None:
             return None
-        text, place = filled(self.context, {}), self.context.place
+        context = self.prompt.context
+        if context is None:  # the tokenizer of the teacher's prompts has their variables of the chat template
+            return self.inner.respond(prompts, settings)
+        if context.columns:
+            return None
+        text, place = filled(context, {}), context.place
         system = [{"role": "system", "content": text}] if place == "system" else []
         wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
         turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
         return self.inner.respond(turns, settings)
 
     def constructor(self) -> Constructor:
-        return ContextTeacher, (self.inner, self.context)
+        return ContextTeacher, (self.inner, self.prompt)
 
     def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
-        return ContextTeacher(self.inner.truncated_copy(layers), self.context)
+        return ContextTeacher(self.inner.truncated_copy(layers), self.prompt)
 
 
 class ContextPlan(ReadingPlan):
-    """The plan of a teacher that reads after a context.
+    """The plan of a teacher that reads after prompts of its own.
 
     Args:
         inner: Plan of the inner teacher.
-        context: Privileged context of the recipe.
+        prompt: The teacher's prompts, by the recipe.
     """
 
     reads = ContextColumns
 
-    def __init__(self, inner: TeacherPlan, context: Context) -> None:
+    def __init__(self, inner: TeacherPlan, prompt: TeacherPrompt) -> None:
         super().__init__(inner)
-        self.context = context
+        self.prompt = prompt
 
     def vocabulary(self) -> Vocabulary:
         inner = self.inner.vocabulary()
 
         def read(data: Data, seed: int) -> Splits:
-            splits = load_context_data(data, inner.tokenizer, self.context, seed=seed)
+            splits = load_context_data(data, inner.tokenizer, self.prompt, seed=seed)
             self.note_data(splits)
             return splits
 
@@ -101,7 +108,8 @@ class ContextPlan(ReadingPlan):
         return plain._replace(token_bytes=2 * plain.token_bytes)
 
     def title(self) -> str:
-        return f"{self.inner.title()} with a context of its own"
+        own = "a chat template's variables" if self.prompt.context is None else "a context"
+        return f"{self.inner.title()} with {own} of its own"
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> ContextTeacher:
-        return ContextTeacher(self.inner.open(context, vocabulary), self.context)
+        return ContextTeacher(self.inner.open(context, vocabulary), self.prompt)

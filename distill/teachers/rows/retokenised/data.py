@@ -65,7 +65,12 @@ class CrossReport(DataReport):
 
 
 def load_cross_data(
-    data: Data, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, *, seed: int
+    data: Data,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    teacher_kwargs: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Load data for a student and a teacher whose tokenizers differ, as `load_data` does for one tokenizer.
 
@@ -74,6 +79,7 @@ def load_cross_data(
             own.
         student_tokenizer, teacher_tokenizer: Tokenizers of the two models.
         seed: fixes which documents are held out and the order of the rows.
+        teacher_kwargs: `teacher.chat_template_kwargs`; None for those of the data.
 
     Raises:
         ValueError: naming the field.
@@ -82,7 +88,7 @@ def load_cross_data(
         raise ValueError(
             f"data.source: {data.source} has no text, which student.vocabulary: cross needs to compare two tokenizers"
         )
-    student, teacher = readers_of(student_tokenizer, teacher_tokenizer, data.chat_template)
+    student, teacher = readers_of(student_tokenizer, teacher_tokenizer, data, teacher_kwargs)
 
     def encoder(format: Format, part: Part) -> PairEncoder:
         options = ChatOptions.of(part.data)

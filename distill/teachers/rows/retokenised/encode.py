@@ -120,7 +120,12 @@ class Reader:
             return len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < max_length
 
         made = self.template.for_training(
-            sample.messages, sample.tools, options, first_trained=sample.first_trained, fits=fits
+            sample.messages,
+            sample.tools,
+            options,
+            first_trained=sample.first_trained,
+            fits=fits,
+            kwargs=sample.template_kwargs,
         )
         if not made.examples:
             raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(sample.messages)} messages")
@@ -371,7 +376,7 @@ class PairEncoder(RowEncoder):
         for side in self.sides:
             if sample.messages is not None:
                 assert side.template is not None
-                text, before = side.template.prompt(sample.messages, sample.tools), list[int]()
+                text, before = side.template.prompt(sample.messages, sample.tools, sample.template_kwargs), list[int]()
             else:
                 text, before = sample.prompt or "", side.beginning
             ids, _ = side.read(encodable(text))

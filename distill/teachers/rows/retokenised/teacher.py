@@ -165,15 +165,16 @@ class CrossVocabulary(Vocabulary):
                 f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
             )
         self.recipe, self.source, self.inner = recipe, source, source.inner.vocabulary()
-        template = recipe.data.chat_template
-        self.tokenizer = with_template(load_tokenizer(recipe.student, "student"), template)
+        self.tokenizer = with_template(load_tokenizer(recipe.student, "student"), recipe.data)
         self.student_tokenizer = self.tokenizer
-        self.teacher_tokenizer = self.inner.tokenizer
+        self.teacher_tokenizer = self.inner.teacher_tokenizer
 
     @functools.cached_property
     def readers(self) -> tuple[Reader, Reader]:
         """Readers of student and teacher."""
-        return readers_of(self.tokenizer, self.teacher_tokenizer, self.recipe.data.chat_template)
+        return readers_of(
+            self.tokenizer, self.teacher_tokenizer, self.recipe.data, self.recipe.teacher.chat_template_kwargs
+        )
 
     @functools.cached_property
     def vocabularies(self) -> Vocabularies:
@@ -192,7 +193,8 @@ class CrossVocabulary(Vocabulary):
         return self.inner
 
     def read(self, data: Data, seed: int) -> Splits:
-        splits = load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed)
+        kwargs = self.recipe.teacher.chat_template_kwargs
+        splits = load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed, teacher_kwargs=kwargs)
         self.source.note_data(splits)
         return splits
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.chat import load_template
+from distill.data.chat import load_template, template_of
+from distill.recipe import Data
 from distill.teachers.rows.retokenised.alignment import Shared, shared_tokens
 from distill.teachers.rows.retokenised.encode import Reader, end_pairs
 
@@ -46,20 +48,29 @@ def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
 
 
 def readers_of(
-    student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, chat_template: str
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    teacher_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Reader, Reader]:
-    """Return both models' readers; `chat_template` as of the recipe's data section, `tokenizer` meaning each its own.
+    """Return both models' readers.
+
+    Args:
+        student_tokenizer: Tokenizer of the data.
+        teacher_tokenizer: Tokenizer of the teacher.
+        data: The recipe's `data` section; with `chat_template: tokenizer` each model has its own template.
+        teacher_kwargs: `teacher.chat_template_kwargs`; None for those of the data that the teacher's template reads.
 
     Raises:
         ValueError: a tokenizer whose tokens are not bytes, or an invalid template.
     """
-
-    def reader(tokenizer: PreTrainedTokenizerBase, side: str) -> Reader:
-        return Reader(
-            tokenizer, load_template(chat_template, tokenizer, f"the {side}'s chat template"), f"{side}.model"
-        )
-
-    return reader(student_tokenizer, "student"), reader(teacher_tokenizer, "teacher")
+    student = template_of(data, student_tokenizer, "the student's chat template")
+    name = "the teacher's chat template"
+    if teacher_kwargs is None:
+        teacher = load_template(data.chat_template, teacher_tokenizer, name, data.chat_template_kwargs)
+    else:
+        teacher = template_of(data, teacher_tokenizer, name, kwargs=teacher_kwargs, field="teacher")
+    return Reader(student_tokenizer, student, "student.model"), Reader(teacher_tokenizer, teacher, "teacher.model")
 
 
 def require_rows(reader: Reader, rows: int) -> None:
