@@ -163,6 +163,25 @@ for width, packed in ((64, None), (128, documents), (192, documents), (512, docu
 """,
         {},
     ),
+    "mixtures of experts": (
+        """
+from distill_kernels.layers.experts import experts
+from distill_kernels.layers.router import route
+for count, k, hidden, inner in ((128, 8, 2048, 768), (32, 4, 2880, 2880)):
+    weights, index = torch.ones(64, k), torch.zeros(64, k, dtype=torch.int64)
+    held = t(count, 2 * inner, hidden), t(count, hidden, inner)
+    for settings in ({{}}, {{"activation": "gelu", "residual": t(64, hidden)}}):
+        experts(t(64, hidden), index, weights, *held, **settings).sum().backward()
+    held = t(count, hidden, 2 * inner), t(count, inner, hidden), t(count, 2 * inner), t(count, hidden)
+    more = {{"interleaved": True, "transposed": True, "alpha": 1.702, "limit": 7.0}}
+    experts(t(64, hidden), index, weights, *held, "clamped_silu", **more).sum().backward()
+    route(t(64, count), k)[0].sum().backward()
+grouped = {{"score": "sigmoid", "groups": 8, "kept_groups": 4}}
+route(t(64, 256), 8, torch.ones(256), **grouped)[0].sum().backward()
+route(t(64, 160), 6, normalised=False)[0].sum().backward()
+""",
+        {},
+    ),
     "optimizer": (
         """
 from distill_kernels.optim import adamw_kernels

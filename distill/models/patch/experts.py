@@ -28,7 +28,6 @@ from distill.models.patch.swaps import Kind, Mismatch
 
 TRIAL_EXPERTS, TRIAL_CHOICES, TRIAL_TOKENS = 4, 2, 12
 WEIGHTS = ("gate_up_proj", "down_proj")
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 # ---- experts
@@ -117,7 +116,8 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             weights,
             self.gate_up_proj,
             self.down_proj,
-            *[getattr(self, name, None) for name in BIASES],
+            getattr(self, "gate_up_proj_bias", None),
+            getattr(self, "down_proj_bias", None),
             form.activation,
             interleaved=form.interleaved,
             transposed=form.transposed,
