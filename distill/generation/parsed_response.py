@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from distill.data.chat import ChatTemplate
-from distill.data.messages import REASONING, THOUGHT, content_of
+from distill.data.known_columns import REASONING
+from distill.data.messages import THOUGHT, content_of
 from distill.data.rows import RowFault
 from distill.generation.prompts import Prompt
 

@@ -55,8 +55,9 @@ def student_error(folder: Path) -> str | None:
     if not path.is_file():
         in_manifest = entry_mismatch(folder, RESULT_FILE)
         return None if in_manifest is None else in_manifest
-    if (error := entry_mismatch(folder, RESULT_FILE)) is not None:
-        return error
+    mismatch = entry_mismatch(folder, RESULT_FILE)
+    if mismatch is not None:
+        return mismatch
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -159,7 +159,9 @@ class LearnedScales:
         """Set the blocks whose scales follow from their weights; None for none in any process."""
         self.following = following
         self._followed = []
-        for matrix in [] if following is None else self.matrices:
+        if following is None:
+            return
+        for matrix in self.matrices:
             if bool(self.of(matrix, following).scale.any()):
                 self._followed.append(matrix)
 
