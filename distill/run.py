@@ -45,11 +45,11 @@ from distill.core.ranks import broadcast_from_rank0, is_main_process, require_eq
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
 from distill.generation.from_recipe import require_prompts, rollouts_from_recipe
+from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.load.meta_models import warn_of_mismatch
 from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
+from distill.models.meta_models import warn_of_mismatch
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
-from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.objectives.plugin import allowed_plugin
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import require_settings

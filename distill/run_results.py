@@ -19,7 +19,7 @@ from distill.core.manifest import file_checksums
 from distill.core.ranks import is_main_process
 from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate
-from distill.models.load.loading import save_student
+from distill.models.loading import save_student
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
 from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end, record_start

@@ -402,7 +402,7 @@ def recipes_of_kinds(tmp_path_factory, caches, served):
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_path, made_once):
     """SmolLM2-135M-Instruct read from its GGUF once (about 20 s) and saved as a local folder in float32."""
-    from distill.models.load.loading import load_teacher, load_tokenizer
+    from distill.models.loading import load_teacher, load_tokenizer
     from distill.recipe import Teacher
 
     def make(folder):
@@ -418,7 +418,7 @@ def smollm2_tokenizer(smollm2_path, made_once):
     """The real tokenizer of SmolLM2-135M-Instruct, read from its GGUF once (5 s), the model unread."""
     from transformers import AutoTokenizer
 
-    from distill.models.load.loading import load_tokenizer
+    from distill.models.loading import load_tokenizer
     from distill.recipe import Teacher
 
     def make(folder):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.models.load.loading import load_teacher
+from distill.models.loading import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
 from distill.teachers.backends.stored import format as layout

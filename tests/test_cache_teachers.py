@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from distill.caching.make import load, make_cache
 from distill.generation.greedy import generate
 from distill.models.layers import is_offloaded
-from distill.models.load.loading import load_teacher
-from distill.models.load.quantised import is_quantised
+from distill.models.loading import load_teacher
+from distill.models.quantised_checkpoints import is_quantised
 from distill.recipe import Teacher, parse
 from distill.run import run
 from distill.teachers.backends.stored import format as layout

@@ -7,7 +7,7 @@ from test_prune import read_back
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.models.head import decoder_of
-from distill.models.load.meta_models import meta_student
+from distill.models.meta_models import meta_student
 from distill.models.prune.importance import LayerTrial
 from distill.models.prune.pruning import cut_layers
 from distill.recipe import Student

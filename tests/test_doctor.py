@@ -15,7 +15,7 @@ from distill.data.packing import Documents
 from distill.doctor import examine, invariants_runs
 from distill.doctor.invariants import accumulation_changes_nothing, packing_changes_nothing
 from distill.doctor.rows import shortened_rows
-from distill.models.precision.dtypes import quantised_weights
+from distill.models.dtypes import quantised_weights
 from distill.recipe import load
 from distill.teachers.backends.local import LoadedTeacher
 

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 import distill
 from distill.data.collator import Collator
-from distill.models.load.loading import load_student, load_teacher
+from distill.models.loading import load_student, load_teacher
 from distill.models.patch.document_rope import document_lengths, follows_length, rope_by_document
 from distill.models.patch.packed import packing_problem
 from distill.recipe import parse

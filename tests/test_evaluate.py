@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from distill.data.collator import Collator
 from distill.evaluation.evaluate import HeldOut, evaluate, relative_reduction
 from distill.evaluation.evaluate_documents import evaluate_documents
-from distill.models.load.adapters import add_lora
+from distill.models.adapters import add_lora
 from distill.recipe import Lora
 from distill.teachers.objective import DistillationObjective
 

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import run_as_two
 
+from distill.models.adapters import add_lora
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.load.adapters import add_lora
 from distill.models.patch.patching import patch, unpatch
 from distill.models.precision import fp8_student
 from distill.models.precision.fp8_student import compute_in_fp8

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.cli import run_command
 from distill.data.collator import Collator
+from distill.models.fp8_teacher import load_a_layer_at_a_time, quantise
 from distill.models.load.fingerprint import fingerprint
-from distill.models.load.loading import load_teacher
-from distill.models.load.quantised import is_quantised
+from distill.models.loading import load_teacher
 from distill.models.patch import recognition
 from distill.models.patch.patching import patch
-from distill.models.precision.fp8_teacher import load_a_layer_at_a_time, quantise
+from distill.models.quantised_checkpoints import is_quantised
 from distill.recipe import RecipeError, Teacher, parse
 from distill.teachers.backends.fp8 import Before, Fp8Teacher, fp8_offers, quantise_and_measure
 from distill.teachers.backends.local import LoadedTeacher
@@ -187,9 +187,9 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
+    from distill.models import fp8_teacher
+    from distill.models.dtypes import resolve_precision
     from distill.models.patch.attention_choice import AttentionChoices
-    from distill.models.precision import fp8_teacher
-    from distill.models.precision.dtypes import resolve_precision
     from distill.models.sharding import SINGLE_PROCESS
     from distill.teachers.backends import local as model
     from distill.teachers.load_context import LoadContext

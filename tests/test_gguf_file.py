@@ -11,7 +11,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.cli import run_command
-from distill.models.load.loading import load_config, load_tokenizer
+from distill.models.loading import load_config, load_tokenizer
 from distill.recipe import Teacher
 from distill.reports import gguf_file
 from distill.reports.gguf_file import LLAMA_3, TEXTS, split_name, write_gguf

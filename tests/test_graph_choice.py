@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from distill.models import output_rows
 from distill.models.head import decoder_of
-from distill.models.patch import output_rows
 from distill.training.cuda_graphs import CAPTURE, TIMED, WARM_UP, CudaGraphCallback
 
 

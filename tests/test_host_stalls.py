@@ -8,8 +8,8 @@ from datasets import Dataset
 from tiny import tiny_model
 from transformers import TrainerCallback, TrainingArguments
 
+from distill.models.dtypes import resolve_precision
 from distill.models.patch.patching import patch
-from distill.models.precision.dtypes import resolve_precision
 from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
 from distill.recipe.quantise import WeightFormat

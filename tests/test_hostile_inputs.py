@@ -18,7 +18,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill.core import console
 from distill.data.load import load_data
 from distill.data.sources import RowFault, open_source
-from distill.models.load.loading import load_config, load_teacher, load_tokenizer
+from distill.models.loading import load_config, load_teacher, load_tokenizer
 from distill.recipe import Data, ModelSection, RecipeError, Teacher, parse
 from distill.reports.export import export
 from distill.teachers.registry import source_of

@@ -9,7 +9,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.core import tokenizer_limits
 from distill.data.load import load_data
-from distill.models.load.loading import load_tokenizer
+from distill.models.loading import load_tokenizer
 from distill.recipe import Data, Teacher
 
 ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from distill.cli import run_command
 from distill.core.files import atomic_folder, atomic_path, write_text
 from distill.core.manifest import MANIFEST
-from distill.models.precision.dtypes import resolve_precision
+from distill.models.dtypes import resolve_precision
 from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
 from distill.teachers.backends.stored.read import TeacherCache

@@ -8,7 +8,7 @@ from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from distill.models.load.adapters import merged
+from distill.models.adapters import merged
 from distill.models.patch import patching
 from distill.models.patch.lora_forward import LORA_LINEAR
 from distill.models.patch.patching import patch, unpatch

@@ -14,9 +14,9 @@ from distill.cli import run_command
 from distill.core.units import GIB
 from distill.doctor import machine
 from distill.doctor.machine_checks import CHECKS
+from distill.models import dtypes as precision
 from distill.models import gpu_specs
 from distill.models.gpu_specs import GPU_SPECS, find_gpu_spec, match_gpu_spec, path_of
-from distill.models.precision import dtypes as precision
 from distill.models.shape import USABLE
 from distill.planning.devices import find_device
 from distill.planning.preflight import check, planned_precision

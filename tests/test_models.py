@@ -12,10 +12,10 @@ from tiny import save_tiny, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill.models.adapters import add_lora, merged
 from distill.models.layers import find_layers, layers_to_keep
-from distill.models.load.adapters import add_lora, merged
-from distill.models.load.loading import load_student, load_teacher, load_tokenizer, save_student
 from distill.models.load.source import resolve_model_source
+from distill.models.loading import load_student, load_teacher, load_tokenizer, save_student
 from distill.models.prune.pruning import cut_config, cut_layers
 from distill.recipe import FromTeacher, Lora, Student, Teacher
 

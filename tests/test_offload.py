@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.models.layers import STREAMER, find_layers, is_offloaded, offloading_of
 from distill.models.load.fingerprint import fingerprint
-from distill.models.load.loading import load_student, load_teacher
+from distill.models.loading import load_student, load_teacher
 from distill.models.patch.patching import patch, unpatch
 from distill.models.precision.offload import offload_layers
 from distill.recipe import RecipeError, Student, Teacher

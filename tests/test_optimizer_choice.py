@@ -13,7 +13,7 @@ from test_run import workplace  # noqa: F401  (a fixture)
 from tiny import tiny_model
 from transformers import TrainingArguments
 
-from distill.models.precision.dtypes import resolve_precision
+from distill.models.dtypes import resolve_precision
 from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.planning import steps
 from distill.planning.run_plan import plan_steps

@@ -6,10 +6,10 @@ from tiny import tiny_model
 
 from distill.commands.bench import compile_layers
 from distill.data.collator import Collator
+from distill.models import output_rows
 from distill.models.flops import count_flops
 from distill.models.graphs import _GraphedDecoder
 from distill.models.head import decoder_of, last_hidden
-from distill.models.patch import output_rows
 from distill.models.patch.patching import patch, unpatch
 from distill.teachers.objective import DistillationObjective
 

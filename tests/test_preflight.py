@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
 from distill.core.units import GIB
+from distill.models.adapters import add_lora
+from distill.models.dtypes import Precision
 from distill.models.flops import parameters_of
-from distill.models.load.adapters import add_lora
-from distill.models.precision.dtypes import Precision
 from distill.models.shape import shape_of
 from distill.planning import memory
 from distill.planning.devices import LINK_EFFICIENCY, find_device

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.models.head import find_head
-from distill.models.load.loading import load_student, save_student
-from distill.models.load.meta_models import meta_student
+from distill.models.loading import load_student, save_student
+from distill.models.meta_models import meta_student
 from distill.models.patch.patching import patch, unpatch
 from distill.models.prune.importance import LayerTrial, positions_of, select_parts, shape_for
 from distill.models.prune.narrow import Selection, embedding_scale

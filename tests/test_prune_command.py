@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from distill.cli import run_command
-from distill.models.prune import candidates as prune_candidates
-from distill.models.prune.candidates import TeacherOutputs, candidates, parameters_of_cut, parameters_share
+from distill.models import prune_candidates as prune_candidates
 from distill.models.prune.pruning import cut_layers
+from distill.models.prune_candidates import TeacherOutputs, candidates, parameters_of_cut, parameters_share
 from distill.recipe import FromTeacher, load
 from distill.run import run
 

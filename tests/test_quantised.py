@@ -21,10 +21,10 @@ from transformers.integrations.bitnet import AutoBitLinear
 from distill.doctor.examine import prepare
 from distill.models.flops import count_flops, parameters_of
 from distill.models.load.fingerprint import fingerprint
-from distill.models.load.loading import load_student, load_teacher
-from distill.models.load.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.models.load.source import ModelSource
+from distill.models.loading import load_student, load_teacher
 from distill.models.patch.patching import patch
+from distill.models.quantised_checkpoints import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, Student, Teacher, load
@@ -207,9 +207,9 @@ def test_int8_asks_for_a_gpu_and_the_package(folder, tmp_path, monkeypatch):
         load_teacher(Teacher(model=str(save_tiny(tmp_path / "plain")), dtype="int8"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; install it: pip install"):
-        int8_arguments(FOLDER, torch.device("cuda"), "teacher")
+        int8_arguments(FOLDER.gguf_file, torch.device("cuda"), "teacher")
     with pytest.raises(ValueError, match=r"for a \.gguf file use fp8"):
-        int8_arguments(GGUF, torch.device("cuda"), "teacher")
+        int8_arguments(GGUF.gguf_file, torch.device("cuda"), "teacher")
 
 
 def test_int8_leaves_out_the_head_by_what_it_is(monkeypatch):
@@ -220,7 +220,7 @@ def test_int8_leaves_out_the_head_by_what_it_is(monkeypatch):
     except ImportError:
         from transformers.quantizers.quantizers_utils import get_keys_to_not_convert
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    settings = int8_arguments(FOLDER, torch.device("cuda"), "teacher")["quantization_config"]
+    settings = int8_arguments(FOLDER.gguf_file, torch.device("cuda"), "teacher")["quantization_config"]
     assert settings.load_in_8bit and settings.llm_int8_skip_modules is None
     for tie in (True, False):
         kept = get_keys_to_not_convert(tiny_model(tie=tie))

@@ -14,7 +14,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from distill.cli import run_command
-from distill.models.precision.dtypes import quantised_weights
+from distill.models.dtypes import quantised_weights
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.precision.quantised_student import quantise_student
 from distill.recipe.quantise import Quantise

@@ -7,7 +7,7 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS
 from tiny import tiny_model
 
-from distill.models.load.adapters import add_lora
+from distill.models.adapters import add_lora
 from distill.planning.devices import find_device
 from distill.planning.memory import step_memory
 from distill.planning.preflight import check, device_plan

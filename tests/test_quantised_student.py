@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from two_ranks import run_as_two
 
 from distill.core.errors import RunError
+from distill.models.adapters import add_lora, merged
 from distill.models.head import bare
-from distill.models.load.adapters import add_lora, merged
 from distill.models.patch.patching import patch
 from distill.models.precision.quantised_adapters import AdaptedMatrix, use_merged
 from distill.models.precision.quantised_formats import formats_of, read_saved

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.cli import run_command
 from distill.evaluation.targets import find_target, load_merged
-from distill.models.load.loading import load_student, load_teacher
-from distill.models.load.meta_models import weights_problem
+from distill.models.loading import load_student, load_teacher
+from distill.models.meta_models import weights_problem
 from distill.recipe import Student, Teacher
 from distill.reports.gguf_file import write_gguf
 from distill.teachers.backends.served.vllm_hidden import load_ends

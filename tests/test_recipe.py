@@ -260,7 +260,7 @@ def test_every_schedule_warms_up():
     import torch
 
     transformers = pytest.importorskip("transformers")
-    from distill.models.precision.dtypes import resolve_precision
+    from distill.models.dtypes import resolve_precision
     from distill.planning.run_plan import plan_steps
     from distill.training.arguments import training_arguments
     from distill.training.transformers_compat import begin_above_zero

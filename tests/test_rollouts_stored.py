@@ -123,7 +123,7 @@ def test_a_file_a_stored_step_and_a_row_an_answer(workplace):
 
 def test_log_probabilities_are_the_models(workplace):
     """The first step's student is the loaded model."""
-    from distill.models.load.loading import load_teacher
+    from distill.models.loading import load_teacher
     from distill.run import run
 
     with pytest.MonkeyPatch.context() as patch:

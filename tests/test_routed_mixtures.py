@@ -344,7 +344,7 @@ def test_check_counts_what_each_model_reads(place):
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
     from distill.models.flops import count_flops
-    from distill.models.load.loading import load_student
+    from distill.models.loading import load_student
 
     student = count_flops(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
     (work,) = teacher.flops_per_token().values()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.folders import RUN_LOCK
 from distill.core.launch import command_line
-from distill.models.precision import dtypes as precision
+from distill.models import dtypes as precision
 from distill.planning import steps as steps_of_a_run
 from distill.recipe import Data, Train, dump, load, parse
 from distill.run import run

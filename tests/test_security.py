@@ -18,7 +18,7 @@ import torch
 from tiny import CHAT_TEMPLATE, save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.models.load.loading import load_tokenizer
+from distill.models.loading import load_tokenizer
 from distill.recipe import RecipeError, Teacher, load, parse
 from distill.training.checkpoint_validation import fault_of
 

@@ -197,7 +197,7 @@ def test_recipes_that_cannot_work_are_refused_in_one_line(override, line):
 
 def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
     """An epoch of on-policy rollouts has as many times more steps."""
-    from distill.models.precision.dtypes import Precision
+    from distill.models.dtypes import Precision
 
     precision = Precision(torch.float32, torch.float32, None)
     for override, size, steps in (

@@ -13,7 +13,7 @@ from distill.generation import ragged_cache, support_check
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.support_check import unsupported_reason
 from distill.models.head import decoder_of
-from distill.models.load.loading import load_student, load_teacher
+from distill.models.loading import load_student, load_teacher
 from distill.models.patch.adoption import AutoFusedModelForCausalLM
 from distill.models.patch.attention import keep_soft_cap, stop_fused_attention, use_fused_attention, with_soft_cap
 from distill.recipe import Student, Teacher

@@ -11,7 +11,7 @@ from helpers import ops_called
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill.models.load.adapters import add_lora
+from distill.models.adapters import add_lora
 from distill.models.load.fingerprint import fingerprint
 from distill.models.patch import teacher_layout
 from distill.models.patch.patching import patch, unpatch

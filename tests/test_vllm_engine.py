@@ -20,7 +20,7 @@ from distill.generation.engines import engine_for
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import StopStrings
 from distill.generation.vllm_engine import response_log_probs, save_untied
-from distill.models.load.adapters import add_lora
+from distill.models.adapters import add_lora
 from distill.recipe import Lora
 
 PROMPTS = [[5, 6, 7], [8, 9]]
@@ -111,7 +111,7 @@ def test_each_call_is_answered_by_the_weights_as_they_are(tie, dtype, vllm):
 def test_an_engine_that_holds_other_weights_ends_the_run(vllm, fault):
     """The engine behaves like a vLLM whose head is not reloaded."""
     from distill.generation import vllm_engine
-    from distill.models.load.loading import save_student
+    from distill.models.loading import save_student
 
     fault.setattr(vllm_engine, "save_untied", save_student)
     model = tiny_model(tie=True)

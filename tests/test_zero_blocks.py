@@ -8,8 +8,8 @@ from distill_kernels.quantisation.fake_quantise import fake_quantise_into
 from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise, reference_quantise
 from tiny import tiny_model
 
+from distill.models.adapters import add_lora
 from distill.models.head import bare
-from distill.models.load.adapters import add_lora
 from distill.models.precision.gptq import compensate, round_weights
 from distill.models.precision.quantised_adapters import use_merged
 from distill.models.precision.quantised_formats import formats_of

@@ -14,9 +14,9 @@ from distill.caching.write import fill
 from distill.core.ranks import is_main_process, world_size
 from distill.core.units import plural
 from distill.data.load import Splits
+from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.head import LogitTransform, probe_logits
 from distill.models.patch.attention_choice import AttentionChoices
-from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.models.sharding import SINGLE_PROCESS
 from distill.planning.cache_memory import plan_caching
 from distill.recipe import Recipe

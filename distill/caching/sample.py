@@ -44,11 +44,11 @@ from distill.generation.parsed_response import ResponseParser
 from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import response_text
+from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.head import bare
-from distill.models.load.loading import load_config, load_student, load_teacher, load_tokenizer
+from distill.models.loading import load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patch.patching import patch
-from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.planning.cache_memory import shards_for_queries
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command

@@ -39,9 +39,9 @@ from distill.models.gpu_specs import joins_on, peak_flops
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
 from distill.models.layers import find_layers
+from distill.models.output_rows import MARK
 from distill.models.patch.attention import choose_attention
 from distill.models.patch.joined_projections import join_projections
-from distill.models.patch.output_rows import MARK
 from distill.models.patch.patching import patch, unpatch
 from distill.models.patch.teacher_layout import interleave
 from distill.recipe.loss import Loss

@@ -81,8 +81,8 @@ def evaluate(
     from distill.core.ranks import world_size
     from distill.evaluation import targets
     from distill.evaluation.evaluate_documents import evaluate_documents, evaluate_spans
-    from distill.models.load.loading import load_tokenizer
     from distill.models.load.vocabulary import compare as compare_vocabularies
+    from distill.models.loading import load_tokenizer
     from distill.models.patch.packed import isolates_documents
     from distill.objectives.measure import metric_text as format_figure
     from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes, readers_of

@@ -324,7 +324,7 @@ def bench(
 
     if not torch.cuda.is_available():
         raise ValueError("bench: expected a CUDA device in this machine, got none")
-    from distill.models.load.loading import load_student, load_teacher
+    from distill.models.loading import load_student, load_teacher
 
     def models() -> tuple[Any, Any]:
         teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)

@@ -15,10 +15,10 @@ from transformers import PrinterCallback
 
 from distill.core.console import spinner
 from distill.data.collator import Collator, move_batch, padding_token
+from distill.models.dtypes import resolve_device
 from distill.models.gpu_specs import family_in, runs_our_kernels
-from distill.models.load.quantised import is_quantised
 from distill.models.patch.patching import patch
-from distill.models.precision.dtypes import resolve_device
+from distill.models.quantised_checkpoints import is_quantised
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.teachers.backends.fp8 import Fp8Teacher, Offer, fp8_offers

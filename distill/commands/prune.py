@@ -17,7 +17,7 @@ from distill.core.folders import check_output_file
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from distill.models.prune.candidates import Candidate, Cost
+    from distill.models.prune_candidates import Candidate, Cost
     from distill.recipe import FromTeacher
 
 

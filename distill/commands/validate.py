@@ -32,7 +32,7 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
         raise RunError("\n".join(faults))
     lora = resolved.student.lora
     if lora is not None and lora.targets not in ("all-linear", ["all-linear"]):
-        from distill.models.load.meta_models import check_lora_targets
+        from distill.models.meta_models import check_lora_targets
 
         check_lora_targets(resolved.student, resolved.teacher)
     if as_json:

@@ -186,9 +186,9 @@ def _student(folder: Path) -> str:
     from transformers import AutoModelForCausalLM
 
     from distill.core.manifest import first_damaged_file
-    from distill.models.load.adapters import base_of
-    from distill.models.load.loading import load_config
+    from distill.models.adapters import base_of
     from distill.models.load.read_weights import weights_fault
+    from distill.models.loading import load_config
     from distill.recipe import Student
     from distill.training.checkpoint_validation import not_finite, shapes_of
 

@@ -33,10 +33,10 @@ from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import first_trained, join_rows, last_tokens, packing_fault, shortened_rows
 from distill.generation.from_recipe import require_prompts
-from distill.models.load.adapters import add_lora
-from distill.models.load.quantised import quantised_by_transformers
+from distill.models.adapters import add_lora
+from distill.models.dtypes import Precision, resolve_device
 from distill.models.patch.attention_choice import AttentionChoices
-from distill.models.precision.dtypes import Precision, resolve_device
+from distill.models.quantised_checkpoints import quantised_by_transformers
 from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.core.folders import RECIPE_FILE, RUNS
 from distill.data.load import columns_of, load_data
 from distill.data.sources import open_source
-from distill.models.load.adapters import base_of, load_and_merge
-from distill.models.load.loading import load_student, load_teacher, load_tokenizer
+from distill.models.adapters import base_of, load_and_merge
+from distill.models.loading import load_student, load_teacher, load_tokenizer
 from distill.objectives.measure import KL, Measure
 from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
 from distill.recipe.compatibility import require_command

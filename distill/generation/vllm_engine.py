@@ -30,9 +30,9 @@ from distill.core.files import write_json
 from distill.core.tensor_files import write_tensors
 from distill.generation.decode_loop import Engine, EngineSettings, Generated, Request
 from distill.generation.stopping import truncate_at_end
+from distill.models.adapters import merged
 from distill.models.head import bare, find_head
-from distill.models.load.adapters import merged
-from distill.models.load.loading import save_student
+from distill.models.loading import save_student
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
-from distill.models.load.quantised import as_built
-from distill.models.patch.output_rows import MARK, row_parameters
+from distill.models.output_rows import MARK, row_parameters
+from distill.models.quantised_checkpoints import as_built
 
 if TYPE_CHECKING:
     from distill.models.shape import Shape

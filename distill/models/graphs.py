@@ -42,8 +42,8 @@ from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from distill.core.errors import first_line
+from distill.models import output_rows
 from distill.models.layer_states import StateRecorder, recorder_of
-from distill.models.patch import output_rows
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
 KNOWN_HOOKS = ("torch.", "transformers.", "peft.", "accelerate.", "distill.")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
-from distill.models.patch.output_rows import output_rows
+from distill.models.output_rows import output_rows
 
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")  # in configurations
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,7 +8,7 @@ from torch import nn
 
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.layers import find_layers
-from distill.models.load.quantised import quantisation_of, stored_bits
+from distill.models.quantised_checkpoints import quantisation_of, stored_bits
 
 
 class Shape(NamedTuple):

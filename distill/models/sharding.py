@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distill.core.ranks import is_main_process
+from distill.models.dtypes import QUANTISED, quantised_weights
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.layers import find_layers
-from distill.models.precision.dtypes import QUANTISED, quantised_weights
 
 Strategy = Literal["ddp", "fsdp"]
 

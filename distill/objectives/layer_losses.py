@@ -8,7 +8,7 @@ from distill_kernels.layers.state_distance import state_distance
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.patch.output_rows import pick
+from distill.models.output_rows import pick
 from distill.objectives.layer_matching import StepStates
 from distill.objectives.targets import HeadForward, VocabularyAlignment
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm

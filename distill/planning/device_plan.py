@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from distill.models.load.meta_models import MetaModel, meta_config, meta_student
-from distill.models.precision.dtypes import Precision, resolve_precision
+from distill.models.dtypes import Precision, resolve_precision
+from distill.models.meta_models import MetaModel, meta_config, meta_student
 from distill.models.shape import USABLE
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distill.models.layers import layer_indices, layers_of
-from distill.models.load.meta_models import meta_config
+from distill.models.meta_models import meta_config
 from distill.objectives.layer_matching import MatchedTerm, matched_terms
 from distill.planning.device_plan import DevicePlan
 

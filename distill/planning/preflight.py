@@ -22,10 +22,10 @@ from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_file
+from distill.models.dtypes import Precision, resolve_precision
 from distill.models.gpu_specs import fp8_problem
-from distill.models.load.meta_models import meta_config, size_note, weights_problem
 from distill.models.load.source import resolve_tokenizer_source
-from distill.models.precision.dtypes import Precision, resolve_precision
+from distill.models.meta_models import meta_config, size_note, weights_problem
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import SINGLE_PROCESS, Placement

@@ -13,8 +13,8 @@ from distill.evaluation.evaluate import HeldOut, describe_reduction
 from distill.models.flops import count_text, parameters_of
 from distill.models.head import bare
 from distill.models.layers import offloading_of
-from distill.models.load.quantised import quantised_by
 from distill.models.prune.widths import widths_of
+from distill.models.quantised_checkpoints import quantised_by
 from distill.objectives.measure import KL, Measure
 from distill.planning.steps import small_data_warnings
 from distill.recipe.quantise import GGUF_FILES

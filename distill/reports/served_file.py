@@ -12,9 +12,9 @@ from distill.core import console
 from distill.core.folders import RECIPE_FILE
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.core.units import plural
-from distill.models.load.loading import load_teacher
-from distill.models.load.meta_models import meta_config, pruned_config
-from distill.models.precision.dtypes import resolve_device, resolve_precision
+from distill.models.dtypes import resolve_device, resolve_precision
+from distill.models.loading import load_teacher
+from distill.models.meta_models import meta_config, pruned_config
 from distill.recipe import Recipe, load
 from distill.reports import llama_cpp
 from distill.reports.export import export

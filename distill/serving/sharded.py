@@ -31,7 +31,7 @@ from accelerate import PartialState
 
 from distill.core.errors import RunError, TeacherUnavailableError
 from distill.core.ranks import world_size
-from distill.models.precision.dtypes import resolve_device
+from distill.models.dtypes import resolve_device
 from distill.recipe import Recipe
 from distill.serving.engine import Answer, Engine, Job, Options
 from distill.serving.peers import BEAT_S, LOOKS_S, STORE_GONE, Peers, clone, join

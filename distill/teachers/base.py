@@ -29,7 +29,7 @@ from torch import nn
 from distill.data.collator import BatchColumns
 from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
 from distill.models.head import find_head
-from distill.models.load.meta_models import meta_config, meta_model
+from distill.models.meta_models import meta_config, meta_model
 from distill.models.sharding import is_sharded
 from distill.objectives.measure import KL, Measure
 from distill.objectives.targets import Batch, TargetFormat, Targets, VocabularyAlignment

@@ -20,7 +20,7 @@ from distill.core.ranks import broadcast_from_rank0
 from distill.data.token_cache import cache_key, cached_folder
 from distill.models.layers import layer_indices, layers_of
 from distill.models.load.fingerprint import fingerprint
-from distill.models.load.loading import load_student
+from distill.models.loading import load_student
 from distill.models.prune.importance import Row, select_parts
 from distill.models.prune.narrow import Selection
 from distill.teachers.load_context import Calibration, CutRequest, CutStudent

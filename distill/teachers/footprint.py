@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from distill.models.dtypes import Precision
 from distill.models.flops import NO_FLOPS, FlopCounts
-from distill.models.precision.dtypes import Precision
 from distill.recipe import Recipe
 
 

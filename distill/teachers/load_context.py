@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from distill.models.dtypes import Precision, resolve_device, resolve_precision
 from distill.models.patch.attention_choice import AttentionChoices
-from distill.models.precision.dtypes import Precision, resolve_device, resolve_precision
 from distill.models.sharding import SINGLE_PROCESS, Placement
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
+from distill.models.output_rows import output_rows
 from distill.models.patch.corrections import correct_forward
-from distill.models.patch.output_rows import output_rows
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
 from distill.objectives.layer_matching import LayerMatching, layer_matching
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms

@@ -10,7 +10,7 @@ from torch import nn
 
 from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
-from distill.models.load.loading import load_student
+from distill.models.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
 from distill.models.patch.packed import packing_problem
 from distill.objectives.plugin_terms import PluginFormat
@@ -98,7 +98,7 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
     rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
     vocab_size, verdict = vocabulary.match(list(teacher.format.properties.columns), rows)
     if section.lora is not None:
-        from distill.models.load.adapters import add_lora  # imports peft, a second
+        from distill.models.adapters import add_lora  # imports peft, a second
 
         student = add_lora(student, section.lora, seed=recipe.train.seed)
     return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.environment import device_name
-from distill.models.load.loading import load_student, load_teacher
-from distill.models.precision.dtypes import resolve_device, resolve_precision
-from distill.models.prune.candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
+from distill.models.dtypes import resolve_device, resolve_precision
+from distill.models.loading import load_student, load_teacher
+from distill.models.prune_candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
 from distill.recipe import FromTeacher, Importance, Student
 from distill.teachers.calibration import stored_selection, stored_text
 from distill.teachers.load_context import Calibration, calibration_of

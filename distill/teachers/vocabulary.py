@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distill.data.chat import ChatTemplate, load_template, template_of, with_template, with_template_kwargs
 from distill.data.load import Splits, load_data
 from distill.data.rows import RowFault
-from distill.models.load.loading import load_config, load_tokenizer
 from distill.models.load.vocabulary import compare, extend_student, shared_columns
+from distill.models.loading import load_config, load_tokenizer
 from distill.recipe.teachers import teacher_kwargs
 
 if TYPE_CHECKING:

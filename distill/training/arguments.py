@@ -11,7 +11,7 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from distill.models.precision.dtypes import COMPUTE, Precision, resolve_precision
+from distill.models.dtypes import COMPUTE, Precision, resolve_precision
 from distill.planning.run_plan import RunPlan
 from distill.planning.steps import FUSED
 from distill.recipe import Recipe

@@ -21,9 +21,9 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core import console
 from distill.core.ranks import is_main_process
+from distill.models import output_rows
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.patch import output_rows
 
 WARM_UP = 3  # eager steps before anything is timed
 TIMED = 4  # timed steps of each mode

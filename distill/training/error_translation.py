@@ -15,8 +15,8 @@ from distill.core.folders import has_begun, root_of
 from distill.core.ranks import world_size
 from distill.core.startup import cache_root
 from distill.core.units import GIB
+from distill.models.dtypes import resolve_device
 from distill.models.gpu_specs import family_in
-from distill.models.precision.dtypes import resolve_device
 from distill.recipe.resume_policy import why_batch_size_stays
 from distill.recipe.teachers import teacher_sections
 from distill.teachers.registry import source_of

@@ -26,7 +26,7 @@ from torch import nn
 from distill.core.environment import environment
 from distill.core.errors import RecipeError, differences, first_line, quote
 from distill.models.load.fingerprint import model_identity
-from distill.models.load.loading import STUDENT_SEED, TEACHER_SEED
+from distill.models.loading import STUDENT_SEED, TEACHER_SEED
 from distill.models.patch.attention import BACKENDS
 from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml

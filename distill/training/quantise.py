@@ -11,8 +11,8 @@ from distill_kernels.quantisation.formats import FORMATS
 from torch import nn
 
 from distill.core import console
+from distill.models.dtypes import quantised_weights
 from distill.models.head import bare
-from distill.models.precision.dtypes import quantised_weights
 from distill.models.precision.gptq import calibration_batches, round_weights
 from distill.models.precision.quantised_formats import Formats, formats_of
 from distill.models.precision.quantised_student import QuantisedWeights, quantise_student

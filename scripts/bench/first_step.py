@@ -36,7 +36,7 @@ IMPORTED = (
     "distill.cli",
     "distill.run",
     "distill.teachers.backends.local",
-    "distill.models.load.meta_models",
+    "distill.models.meta_models",
     "transformers.models.llama.modeling_llama",
     "triton.backends.nvidia.compiler",
 )

@@ -25,7 +25,7 @@ BATCH, LENGTH, ROWS, SECONDS = 8, 1024, 4096, 3.0
 def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out all but one worker; `only` names a part of the candidates' names."""
     from distill.data.load import load_data
-    from distill.models.precision.dtypes import resolve_device, resolve_precision
+    from distill.models.dtypes import resolve_device, resolve_precision
     from distill.planning.run_plan import plan_steps
     from distill.recipe import load
     from distill.training.arguments import training_arguments

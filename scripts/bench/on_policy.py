@@ -206,7 +206,7 @@ def trl(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
 def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, Any]:
     """A real run, of random weights, on a file of prompts."""
     import distill.run
-    from distill.models.load.loading import load_config
+    from distill.models.loading import load_config
     from distill.recipe import load
     from distill.training.trainer import DistillationTrainer
 

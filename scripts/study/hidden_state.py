@@ -36,7 +36,7 @@ from distill.data.load import load_data
 from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.layers import layers_to_keep
-from distill.models.load.loading import load_teacher, load_tokenizer
+from distill.models.loading import load_teacher, load_tokenizer
 from distill.models.patch.patching import patch
 from distill.models.prune.pruning import cut_layers
 from distill.recipe import Data, Teacher, Validation

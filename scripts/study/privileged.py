@@ -95,7 +95,7 @@ def prepare(folder: Path, quick: bool) -> None:
     """The tasks' rows and the model as folders."""
     import torch
 
-    from distill.models.load.loading import load_student, load_tokenizer
+    from distill.models.loading import load_student, load_tokenizer
 
     write_rows(folder, 24 if quick else None)
     if not (folder / "base" / "config.json").is_file():

@@ -69,7 +69,7 @@ def prepare(folder: Path) -> None:
     """The rows, and the model as a folder."""
     import torch
 
-    from distill.models.load.loading import load_student, load_tokenizer
+    from distill.models.loading import load_student, load_tokenizer
     from distill.recipe import load
 
     for name, rows in zip(("train", "held-out"), rows_of(), strict=True):

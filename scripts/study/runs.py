@@ -26,12 +26,12 @@ from distill.data.load import Splits, load_data
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
 from distill.generation.from_recipe import rollouts_from_recipe
-from distill.models.load.loading import load_student, load_teacher, load_tokenizer
+from distill.models.dtypes import resolve_device, resolve_precision
+from distill.models.fp8_teacher import quantise
+from distill.models.loading import load_student, load_teacher, load_tokenizer
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.patch.patching import patch
 from distill.models.precision import fp8_student
-from distill.models.precision.dtypes import resolve_device, resolve_precision
-from distill.models.precision.fp8_teacher import quantise
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.training.arguments import fused_optimizer, training_arguments

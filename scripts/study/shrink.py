@@ -62,10 +62,10 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from distill.core.environment import device_name
     from distill.models.head import bare
     from distill.models.layers import layers_to_keep
-    from distill.models.load.loading import load_student, load_teacher
-    from distill.models.prune.candidates import TeacherOutputs, candidates, parameters_share
+    from distill.models.loading import load_student, load_teacher
     from distill.models.prune.importance import select_parts
     from distill.models.prune.widths import widths_of
+    from distill.models.prune_candidates import TeacherOutputs, candidates, parameters_share
     from distill.recipe import Data, FromTeacher, Importance, Student, Teacher
     from distill.teachers.vocabulary import Vocabulary
 

@@ -36,7 +36,7 @@ from distill.core.environment import device_name
 from distill.data.load import load_data
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.load.loading import load_student, load_tokenizer
+from distill.models.loading import load_student, load_tokenizer
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import is_patched
 from distill.models.precision.gptq import calibration_batches, round_weights

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distill.models.head import bare
-from distill.models.load.quantised import is_quantised, plain_tensors, quantised_by_transformers
+from distill.models.quantised_checkpoints import is_quantised, plain_tensors, quantised_by_transformers
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -22,8 +22,8 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of, find_head
-from distill.models.load.quantised import quantised_by_transformers
 from distill.models.patch.document_rope import KIND as LONGROPE
+from distill.models.quantised_checkpoints import quantised_by_transformers
 
 # fields that limit what a token attends to, or how (Llama 4 sharpens attention by steps), in tokens
 LIMITS = (

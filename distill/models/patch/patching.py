@@ -23,9 +23,9 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
+from distill.models import output_rows
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
-from distill.models.patch import output_rows
 from distill.models.patch.attention import (
     AUTO,
     default_attention,

@@ -12,8 +12,8 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.models.head import decoder_of
+from distill.models.output_rows import pick, projecting, put_back, rows_of
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
-from distill.models.patch.output_rows import pick, projecting, put_back, rows_of
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
 from distill.models.patch.swaps import Kind, Mismatch

@@ -31,8 +31,8 @@ from torch import nn
 
 from distill.core.errors import RunError
 from distill.core.tensor_files import write_tensors
+from distill.models.dtypes import QUANTISED
 from distill.models.head import bare
-from distill.models.precision.dtypes import QUANTISED
 from distill.models.precision.quantised_formats import Formats, SavedBlocks, formats_of, plain_name, plain_parameters
 from distill.models.precision.quantised_matrix import LearnedScales, QuantisedMatrix, state_bytes
 from distill.models.sharding import gather_rows, local_rows, own_rows

@@ -17,9 +17,9 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
+from distill.models.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
 from distill.models.head import HeadWeights, LogitTransform, bare, decoder_of, find_head, last_hidden, read_head
-from distill.models.load.quantised import is_quantised
-from distill.models.precision.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
+from distill.models.quantised_checkpoints import is_quantised
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import LogitTransforms
 from distill.objectives.targets import Batch, VocabularyAlignment

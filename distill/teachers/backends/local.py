@@ -12,15 +12,15 @@ from torch import nn
 from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.generation.greedy import generate
+from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load.fingerprint import model_identity
-from distill.models.load.loading import load_teacher
-from distill.models.load.meta_models import MetaModel, meta_config, meta_model
-from distill.models.load.quantised import check_quantisation, method_of, quantisation_of
-from distill.models.precision.fp8_teacher import find_skipped, load_a_layer_at_a_time
+from distill.models.loading import load_teacher
+from distill.models.meta_models import MetaModel, meta_config, meta_model
 from distill.models.prune.importance import shape_for
 from distill.models.prune.pruning import cut_layers
+from distill.models.quantised_checkpoints import check_quantisation, method_of, quantisation_of
 from distill.models.shape import USABLE
 from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets

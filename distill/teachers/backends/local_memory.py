@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distill.models.dtypes import Precision
+from distill.models.fp8_teacher import find_skipped
 from distill.models.gpu_specs import has_fp8
-from distill.models.load.meta_models import meta_student
-from distill.models.precision.dtypes import Precision
-from distill.models.precision.fp8_teacher import find_skipped
+from distill.models.meta_models import meta_student
 from distill.models.shape import USABLE, Shape
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS

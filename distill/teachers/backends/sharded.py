@@ -22,7 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.core.ranks import run_on_rank0
-from distill.models.load.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
+from distill.models.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import PatchReport

@@ -15,8 +15,8 @@ from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.tokenise import Encoder, RowEncoder
 from distill.models.flops import sum_flops
-from distill.models.load.loading import load_tokenizer
 from distill.models.load.vocabulary import compare
+from distill.models.loading import load_tokenizer
 from distill.objectives.measure import KL, Measure, together
 from distill.recipe import Data, ModelSection, Part, Recipe
 from distill.recipe.teachers import TeacherDescription, teacher_prompt

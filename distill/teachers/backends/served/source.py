@@ -16,7 +16,7 @@ from distill.data.load import Splits
 from distill.data.token_cache import cached_folder
 from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.load.meta_models import meta_config, meta_student
+from distill.models.meta_models import meta_config, meta_student
 from distill.objectives.measure import KL, Measure, cache_measure
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection

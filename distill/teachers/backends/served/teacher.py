@@ -13,7 +13,7 @@ from torch import nn
 from distill.core.errors import TeacherUnavailableError
 from distill.data.collator import trained_rows
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.load.loading import load_teacher
+from distill.models.loading import load_teacher
 from distill.models.precision.host_copy import to_device
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import Batch, TargetFormat, VocabularyAlignment

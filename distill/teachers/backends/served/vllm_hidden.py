@@ -38,8 +38,8 @@ from distill.core.errors import TeacherUnavailableError
 from distill.core.files import try_lock
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, probe_logits, read_head
 from distill.models.load.fingerprint import fingerprint
-from distill.models.load.loading import load_config
 from distill.models.load.source import loading, resolve_model_source
+from distill.models.loading import load_config
 from distill.models.prune.pruning import cut_config
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.served.client import Servers

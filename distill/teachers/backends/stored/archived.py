@@ -15,7 +15,7 @@ from distill.core.units import GIB
 from distill.data.load import Splits
 from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.load.loading import load_student
+from distill.models.loading import load_student
 from distill.models.shape import Shape
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.measure import Measure, cache_measure

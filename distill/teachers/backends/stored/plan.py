@@ -16,7 +16,7 @@ from distill.core.files import atomic_folder, waiting_lock
 from distill.core.manifest import file_checksums
 from distill.core.tensor_files import write_tensors
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.load.loading import save_student
+from distill.models.loading import save_student
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.top_k_encoding import Encoding, encode, pack_hidden
 from distill.recipe import Recipe

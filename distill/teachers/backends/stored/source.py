@@ -20,10 +20,10 @@ from distill.core.files import free_bytes, make_folder, nearest_existing
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
 from distill.data.load import Splits, load_data
+from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.layers import layers_of
-from distill.models.load.meta_models import meta_config, meta_student
 from distill.models.load.vocabulary import shared_columns
-from distill.models.precision.dtypes import resolve_device, resolve_precision
+from distill.models.meta_models import meta_config, meta_student
 from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, Student

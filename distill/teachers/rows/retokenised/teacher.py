@@ -19,7 +19,7 @@ from torch import nn
 from distill.data.chat import with_template
 from distill.data.load import Splits
 from distill.models.head import LogitTransform
-from distill.models.load.loading import load_tokenizer
+from distill.models.loading import load_tokenizer
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
 from distill.objectives.measure import SPANS, Measure

@@ -19,7 +19,6 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.models.head import find_head, read_head
-from distill.models.load.source import ModelSource
 from distill.recipe import ModelSection
 from distill.recipe.models import EIGHT_BITS
 
@@ -82,13 +81,13 @@ def check_quantisation(config: Any, section: ModelSection, field: str) -> None:
         )
 
 
-def int8_arguments(source: ModelSource, device: torch.device, field: str) -> dict[str, Any]:
+def int8_arguments(gguf_file: str | None, device: torch.device, field: str) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that quantise all linear layers but the head to int8.
 
     Raises:
         ValueError: no GPU, bitsandbytes is not installed, or a GGUF file.
     """
-    if source.gguf_file:
+    if gguf_file:
         raise ValueError(
             f"{field}.dtype: int8 quantises safetensors as they are read; for a .gguf file use fp8 or auto"
         )

@@ -32,16 +32,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
+from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
+from distill.models.dtypes import quantised_weights
 from distill.models.layers import layer_indices, layers_of
-from distill.models.load.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.load.config_validation import check_config, check_index, read_json
-from distill.models.load.quantised import (
-    check_quantisation,
-    check_quantised,
-    explained,
-    int8_arguments,
-    quantised_by_transformers,
-)
 from distill.models.load.read_weights import read_weights
 from distill.models.load.source import (
     ModelSource,
@@ -53,11 +47,17 @@ from distill.models.load.source import (
 )
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.swaps import is_patched
-from distill.models.precision.dtypes import quantised_weights
 from distill.models.precision.offload import offload_layers
 from distill.models.prune.importance import shape_for
 from distill.models.prune.narrow import Selection, cut_parts
 from distill.models.prune.pruning import cut_layers
+from distill.models.quantised_checkpoints import (
+    check_quantisation,
+    check_quantised,
+    explained,
+    int8_arguments,
+    quantised_by_transformers,
+)
 from distill.recipe import FromTeacher, Lora, ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
@@ -266,7 +266,7 @@ def _load(
     elif device.type == "cuda":
         arguments["device_map"] = {"": device}  # straight onto the GPU, never whole in host memory
     if section.dtype == "int8":
-        arguments |= int8_arguments(source, device, field)
+        arguments |= int8_arguments(source.gguf_file, device, field)
     config = None if source.gguf_file else load_config(section, field)
     if config is not None:
         check_quantisation(config, section, field)

@@ -12,7 +12,7 @@ from torch import nn
 
 from distill.models.head import bare
 from distill.models.layers import find_layers
-from distill.models.load.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
+from distill.models.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patch.corrections import correct_forward
 from distill.recipe import Teacher
 

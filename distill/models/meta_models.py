@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from distill.models.adapters import add_lora
 from distill.models.flops import FlopCounts, count_flops
 from distill.models.layers import layer_indices, layers_of
-from distill.models.load.adapters import add_lora
 from distill.models.load.config_validation import check_gguf, read_json
-from distill.models.load.loading import load_config
-from distill.models.load.quantised import quantisation_of
 from distill.models.load.read_weights import weights_fault
 from distill.models.load.source import ModelSource, loading, resolve_model_source
+from distill.models.loading import load_config
 from distill.models.prune.pruning import student_config
 from distill.models.prune.widths import target_widths
+from distill.models.quantised_checkpoints import quantisation_of
 from distill.models.shape import Shape, shape_of
 from distill.recipe import Lora, ModelSection, Student
 

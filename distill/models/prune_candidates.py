@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import decoder_of, find_head, probe_logits, read_head
-from distill.models.load.meta_models import meta_student
+from distill.models.meta_models import meta_student
 from distill.models.prune.importance import Row, positions_of
 from distill.models.prune.pruning import student_config
 from distill.models.prune.routing import routing_of
