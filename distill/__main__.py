@@ -8,7 +8,6 @@ signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
 def main() -> None:
-    """Run the command line."""
     from distill.core.startup import paused_collection
 
     with paused_collection():

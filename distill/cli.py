@@ -324,7 +324,6 @@ def _unexpected_error_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
     # OpenMP threads that wait for work sleep: as fast on an idle machine, 1.5 times as fast on a busy one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):  # generated text may hold characters that the terminal cannot encode

@@ -233,8 +233,11 @@ class Run:
 
     def prepare(self) -> Prepared:
         """Read the data and plan the run; nothing is written."""
-        recipe, folder, device = self.recipe, self.run_lock.folder, resolve_device(self.recipe.train)
-        resumed, last = None, None
+        recipe = self.recipe
+        folder = self.run_lock.folder
+        device = resolve_device(self.recipe.train)
+        resumed = None
+        last = None
         if self.start.resume:
             unverified = self.start.resume == "unverified"
             resumed, last = resume_point(recipe, self.run_lock, unverified=unverified)
@@ -264,13 +267,16 @@ class Run:
         calibration = calibration_of(recipe, splits)
         if recipe.data.active_on_policy is not None:
             require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
-        attention, precision = AttentionChoices(recipe, recorded), resolve_precision(recipe, device)
+        attention = AttentionChoices(recipe, recorded)
+        precision = resolve_precision(recipe, device)
         context = LoadContext(device, precision, plan.placement, attention, calibration)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
 
     def open(self, prepared: Prepared) -> Opened:
         """Load the models, make the trainer and begin the run's folder."""
-        recipe, splits, context = self.recipe, prepared.splits, prepared.context
+        recipe = self.recipe
+        splits = prepared.splits
+        context = prepared.context
         pair, arguments, locked, notes = self._load(prepared)
         trainer = DistillationTrainer(
             pair.student,
@@ -331,7 +337,8 @@ class Run:
             with without_known_warnings():
                 trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
         except SystemExit:
-            guard, step = trainer.listeners.find(StepGuard), trainer.state.global_step
+            guard = trainer.listeners.find(StepGuard)
+            step = trainer.state.global_step
             if not guard.stopping:  # a plugin's
                 raise
             if is_main_process():
@@ -341,7 +348,9 @@ class Run:
 
     def conclude(self, trained: Opened) -> RunResult:
         """Evaluate the trained student and save it."""
-        trainer, results, student = trained.trainer, trained.results, self.recipe.student
+        trainer = trained.trainer
+        results = trained.results
+        student = self.recipe.student
         self.run_lock.check()
         exports = student.lora is None or student.model is not None
         with checkpoint_on_failure(trainer, exports=exports):
@@ -357,10 +366,13 @@ class Run:
 
     def _load(self, prepared: Prepared) -> Loaded:
         """Load both models, and check them and the data against the lock files."""
-        recipe, context, splits = self.recipe, prepared.context, prepared.splits
+        recipe = self.recipe
+        context = prepared.context
+        splits = prepared.splits
         with console.announced("loading", "teacher and student"):
             pair = self.resources.enter_context(opened_pair(prepared.source, prepared.vocabulary, context))
-        if problems := prepared.source.data_problems(splits):
+        problems = prepared.source.data_problems(splits)
+        if problems:
             raise ValueError(problems[0])
         if self.start.plugin is not None and self.start.plugin.terms:
             use_plugin(pair.teacher, self.start.plugin)
@@ -370,7 +382,8 @@ class Run:
         )
         require_optimizer(arguments, pair.student)
         notes = fix_generation_config(pair.student, "student.model")
-        if (template := pair.vocabulary.template) is not None and "chat" in splits.report.format:
+        template = pair.vocabulary.template
+        if template is not None and "chat" in splits.report.format:
             notes += add_turn_end_tokens(pair.student, pair.tokenizer, template.closings())
         notes += broadcast_from_rank0(lambda: check_saving(pair.student, pair.tokenizer, "student.model"))
         if prepared.resumed is not None:
@@ -408,7 +421,9 @@ class Run:
 
     def _prepare_models(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""
-        recipe, device, splits = self.recipe, prepared.context.device, prepared.splits
+        recipe = self.recipe
+        device = prepared.context.device
+        splits = prepared.splits
         if device.type == "cuda":
             from distill.teachers.kernels import patch_models
 
@@ -426,7 +441,9 @@ class Run:
 
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:
         """Write the first files of the run's folder; the first process calls it."""
-        folder, resumed, attention = self.run_lock.folder, prepared.resumed, prepared.context.attention
+        folder = self.run_lock.folder
+        resumed = prepared.resumed
+        attention = prepared.context.attention
         if resumed is None:
             self.run_lock.acquire()
             check_folder_free(folder)
@@ -440,7 +457,9 @@ class Run:
         self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer, lines: list[str]
     ) -> None:
         """Print the summary of the run, and lines that were found while it was opened."""
-        plan, data, device = prepared.plan, prepared.splits.report, prepared.context.device
+        plan = prepared.plan
+        data = prepared.splits.report
+        device = prepared.context.device
         summary = run_summary(prepared.source, pair, trainer.objective, plan=plan, data=data, device=device.type)
         console.print_lines("\n".join([*summary, *lines, f"{'run':<12}{self.run_lock.folder}"]))
 

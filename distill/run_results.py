@@ -78,12 +78,10 @@ class RunResults:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the run's recipe."""
         return self.source.recipe
 
     @property
     def folder(self) -> Path:
-        """Return the run's folder."""
         return self.run_lock.folder
 
     def held_out(self) -> HeldOut:
@@ -104,14 +102,17 @@ class RunResults:
         Args:
             resumed: Whether the run continues from a checkpoint, which trains other weights than those loaded.
         """
-        if (found := read_before(self.folder, self.trainer.objective.measure)) is not None:
+        found = read_before(self.folder, self.trainer.objective.measure)
+        if found is not None:
             return MeasureUntrained(self.trainer, lambda: found, first=True)
         first = is_measured_first(self.trainer, resumed=resumed)
         return MeasureUntrained(self.trainer, self._measure_untrained, first=first)
 
     def _measure_untrained(self) -> Before:
         """Measure the untrained student, and write before.json."""
-        pair, recipe, measure = self.pair, self.recipe, self.trainer.objective.measure
+        pair = self.pair
+        recipe = self.recipe
+        measure = self.trainer.objective.measure
         with console.announced("evaluating", "the student before training, on held-out rows"):
             before = self.held_out()
         answers: Answers = {}
@@ -141,7 +142,9 @@ class RunResults:
             result: Result of the run.
             answers: Responses from before training; those of the trained student are added.
         """
-        recipe, trainer, sharded = self.recipe, self.trainer, self.trainer.is_fsdp_enabled
+        recipe = self.recipe
+        trainer = self.trainer
+        sharded = self.trainer.is_fsdp_enabled
         student: Any = trainer.accelerator.unwrap_model(trainer.model)
         if self.pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):
             with console.announced("generating", "samples again", len(recipe.generate.prompts)):
@@ -175,7 +178,8 @@ class RunResults:
     def _write_card(self, result: RunResult) -> None:
         from distill.reports.model_card import hub_ids, licence_of, write_model_card
 
-        recipe, source = self.recipe, self.source
+        recipe = self.recipe
+        source = self.source
         write_model_card(
             self.folder / "student",
             name=recipe.name,
@@ -195,7 +199,8 @@ class RunResults:
     def _draw_curves(self) -> None:
         from distill.reports.curves import draw_curves
 
-        folder, measure = self.folder, self.trainer.objective.measure
+        folder = self.folder
+        measure = self.trainer.objective.measure
         draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.svg", title=folder.name, measure=measure)
 
     def _write_result(self, result: RunResult, answers: Answers) -> None:

@@ -84,7 +84,11 @@ stages:
 """
 # what a reward and an environment of the runs call
 CODE = """
+import re
+
+
 def vowels(prompt, answer, row):
+    answer = re.sub("<[^>]*>", "", answer)  # the text holds special tokens, whose letters are no vowels of the answer
     return sum(letter in "aeiou" for letter in answer) / 10
 
 

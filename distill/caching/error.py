@@ -76,17 +76,22 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     """Run both models over held-out rows until there are that many positions."""
-    teacher, student, device = loaded.pair.teacher, loaded.pair.student, loaded.context.device
-    head, collate = loaded.head, Collator(0, omit_plain_positions=True, columns=teacher.columns)
+    teacher = loaded.pair.teacher
+    student = loaded.pair.student
+    device = loaded.context.device
+    head = loaded.head
+    collate = Collator(0, omit_plain_positions=True, columns=teacher.columns)
     assert head is not None
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     with eval_mode(student):
         for number in range(len(loaded.splits.validation)):
             batch = move_batch(collate([loaded.splits.validation[number]]), device)
-            rows, own = batch["valid_rows"], teacher.student_batch(batch, True)
+            rows = batch["valid_rows"]
+            own = teacher.student_batch(batch, True)
             body = {name: value for name, value in own.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
-            targets, labels = teacher.targets(batch), shift_labels(batch["labels"]).flatten()[rows]
+            targets = teacher.targets(batch)
+            labels = shift_labels(batch["labels"]).flatten()[rows]
             assert isinstance(targets, torch.Tensor)
             parts.append((targets.flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
             if sum(len(part[2]) for part in parts) >= positions:

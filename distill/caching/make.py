@@ -102,14 +102,16 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     stored = source_of(recipe, stores="everywhere")
     vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)
-    placement, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
+    placement = plan_caching(recipe, device, world_size(), batch_size)
+    choices = AttentionChoices(recipe)
     if placement.teacher_sharded:
         PartialState(cpu=device.type == "cpu")
     context = LoadContext(device, precision, placement, choices, calibration_of(recipe, splits))
     pair = open_pair(source_of(recipe), vocabulary, context)
     (keep,) = (plan for plan in stored.unwrap_all() if isinstance(plan, StoredPlan))
     *_, backend = pair.teacher.unwrap_all()
-    inside, student_transform = vocabulary.of_backend(), probe_logits(pair.student, "student")
+    inside = vocabulary.of_backend()
+    student_transform = probe_logits(pair.student, "student")
     return Loaded(recipe, splits, pair, keep, backend, context, inside, head_of(backend), student_transform)
 
 
@@ -138,7 +140,8 @@ def make_cache(
     Raises:
         ValueError: the folder holds another cache, the disk is too small.
     """
-    recipe, keep = loaded.recipe, loaded.keep
+    recipe = loaded.recipe
+    keep = loaded.keep
     if not settings.hidden and loaded.head is not None:
         if settings.k > loaded.columns:
             raise ValueError(
@@ -149,7 +152,9 @@ def make_cache(
     assert keep.noted is not None
     if not keep.required:
         raise ValueError("data.source: expected tokens to train on, got none, so nothing to cache")
-    keep.folder, keep.option, keep.chosen = folder, "--out", settings
+    keep.folder = folder
+    keep.option = "--out"
+    keep.chosen = settings
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
     store = kept.filled
     assert store is not None
@@ -185,7 +190,9 @@ def with_store(teacher: Teacher, kept: StoredTeacher) -> Teacher:
 
 
 def _announce(loaded: Loaded, store: Store, say: Callable[[str], None]) -> None:
-    width, count, placement = bytes_a_token(store.manifest), sum(store.required.values()), loaded.context.placement
+    width = bytes_a_token(store.manifest)
+    count = sum(store.required.values())
+    placement = loaded.context.placement
     left = width * sum(store.required[key] for key in store.missing)
     total = width * count + (KEY_BYTES + 16) * len(store.required)
     state = f"{_size(left)} to be written" if left else "complete already"

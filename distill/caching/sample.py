@@ -131,7 +131,9 @@ def sample(
     tokenizer = load_tokenizer(answering, "student" if own else "teacher")
     kwargs = recipe.teacher.chat_template_kwargs if who == "teacher" else None
     template = template_of(recipe.data, tokenizer, kwargs=kwargs, field="data" if kwargs is None else "teacher")
-    longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
+    longest = _positions(recipe, who)
+    most = settings.max_new_tokens
+    batch_size = settings.batch_size
     usable = read_prompts(
         prompts, tokenizer, template, recipe.data.fields, max_length=longest - 1, ignored=recipe.data.unread
     )

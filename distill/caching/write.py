@@ -20,7 +20,8 @@ from distill.models.patch.document_rope import follows_length
 from distill.teachers.backends.stored.format import bytes_a_token, documents_of, rows_of
 from distill.teachers.backends.stored.teacher import StoredTeacher
 
-PARTS, LEAST_ROWS = 64, 32
+PARTS = 64
+LEAST_ROWS = 32
 
 
 class Row(NamedTuple):
@@ -34,7 +35,8 @@ class Row(NamedTuple):
 
 def rows_to_read(splits: Sequence[Any]) -> list[Row]:
     """Return the rows of data sets that have trained tokens, the longest first."""
-    found, seen = [], set[bytes]()
+    found = []
+    seen = set[bytes]()
     for split, rows in enumerate(splits):
         for number, row in enumerate(rows_of(rows)):
             documents = {d.key: len(d.predicting) for d in documents_of(row) if d.key not in seen}
@@ -65,10 +67,13 @@ def fill(
     Raises:
         ValueError: another run stores into the folder.
     """
-    store, rank, world = teacher.filled, int(os.environ.get("RANK", "0")), world_size()
+    store = teacher.filled
+    rank = int(os.environ.get("RANK", "0"))
+    world = world_size()
     if not store.writes:
         raise ValueError(f"--out: another run stores into {store.folder}; wait for it, or name another folder")
-    rows, width = rows_to_read(splits), bytes_a_token(store.manifest)
+    rows = rows_to_read(splits)
+    width = bytes_a_token(store.manifest)
     least = LEAST_ROWS * width * max((row.tokens for row in rows), default=0)
     store.most_waiting = min(part_bytes, max(width * sum(row.positions for row in rows) // PARTS, least))
     tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]

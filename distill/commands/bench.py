@@ -51,7 +51,9 @@ from distill.training.phases import PAUSED, Phases
 log = logging.getLogger(__name__)
 
 PHASES = ("teacher", "student", "loss", "backward", "optimizer")
-WARM_SECONDS, TIMED_SECONDS = 1.5, 2.2  # minimum duration of a variant's warm-up and of its timed steps
+# minimum duration of a variant's warm-up and of its timed steps
+WARM_SECONDS = 1.5
+TIMED_SECONDS = 2.2
 Batch = dict[str, torch.Tensor]
 Step = Callable[["Clock"], torch.Tensor]
 # from teacher, student, batch and the student's optimizer
@@ -124,16 +126,19 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
     loss = float(step(Clock()))
     step(Clock())
     torch.cuda.synchronize()
-    began, count = time.perf_counter(), 0
+    began = time.perf_counter()
+    count = 0
     while count < 2 or time.perf_counter() - began < WARM_SECONDS:
         step(Clock())
         torch.cuda.synchronize()
         count += 1
     steps = max(steps, math.ceil(TIMED_SECONDS * count / (time.perf_counter() - began)))
     torch.cuda.reset_peak_memory_stats()
-    joules, timed = total_joules(), timed_steps(step, steps)
+    joules = total_joules()
+    timed = timed_steps(step, steps)
     torch.cuda.synchronize()
-    joules, phases = (total_joules() - joules) / steps, timed()
+    joules = (total_joules() - joules) / steps
+    phases = timed()
     ms = statistics.median(sum(p.values()) for p in phases) * 1e3
     split = {name: statistics.median(p[name] for p in phases) * 1e3 for name in PHASES if any(p[name] for p in phases)}
     peak = peak_flops(torch.device("cuda"))
@@ -183,7 +188,8 @@ def decoder_inputs(batch: Batch) -> dict[str, Any]:
 def plain_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
     """Return forward KL, fp32, over all positions but each row's last, from logits [B, T, V]."""
     shared = min(student_logits.shape[-1], teacher_logits.shape[-1])  # heads may be padded to different sizes
-    log_p, log_q = (z[:, :-1, :shared].flatten(0, 1).float().log_softmax(-1) for z in (student_logits, teacher_logits))
+    log_p = student_logits[:, :-1, :shared].flatten(0, 1).float().log_softmax(-1)
+    log_q = teacher_logits[:, :-1, :shared].flatten(0, 1).float().log_softmax(-1)
     return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
 
 
@@ -191,7 +197,8 @@ def plain_step(
     teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool = False
 ) -> Step:
     """Return the step with full logits of both models and `plain_divergence`."""
-    inputs, loss = decoder_inputs(batch), torch.compile(plain_divergence) if compiled else plain_divergence
+    inputs = decoder_inputs(batch)
+    loss = torch.compile(plain_divergence) if compiled else plain_divergence
     return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)
 
 
@@ -218,7 +225,8 @@ def liger_loss(
     """
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    loss_fn, inputs = LigerFusedLinearJSD(jsd_beta=0.0), decoder_inputs(batch)
+    loss_fn = LigerFusedLinearJSD(jsd_beta=0.0)
+    inputs = decoder_inputs(batch)
     shifted = shift_labels(batch["labels"]).flatten()
     shifted = shifted if rows is None else shifted[rows]
 
@@ -319,10 +327,13 @@ def _bench_variant(
     teacher, student = models
     batch = make(min(read_head(find_head(model)).weight.shape[0] for model in models))
     tokens = batch["input_ids"].numel()
-    (rows, length), positions = batch["input_ids"].shape, batch.get("position_ids")
+    rows, length = batch["input_ids"].shape
+    positions = batch.get("position_ids")
     pairs = tokens * (length + 1) / 2 if positions is None else float((positions + 1).sum())
     student.train()
-    note, ours, graphs = "", variant.startswith("distill"), DecoderGraphs() if variant == "distill-graphs" else None
+    note = ""
+    ours = variant.startswith("distill")
+    graphs = DecoderGraphs() if variant == "distill-graphs" else None
     if ours:
         chosen = [choose_attention(m, rows, length, backward=m is student)[0] for m in models]
         note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")

@@ -89,7 +89,8 @@ def cache(
     if not (first or loaded.backend.is_collective()):
         return
     table: Sequence[Any] = []
-    rounded, wanted = None, report or not settings.is_lossless
+    rounded = None
+    wanted = report or not settings.is_lossless
     if wanted and not loaded.measures:
         if not quiet:
             console.print_lines(

@@ -56,7 +56,8 @@ def chat(
         for name, model in models.items():
             if len(models) > 1:
                 console.print_lines(f"--- {name}")
-            turns, tokenizer = history[name], tokenizers[name]
+            turns = history[name]
+            tokenizer = tokenizers[name]
             turns.append({"role": "user", "content": line})
             if remembers:
                 _drop_oldest_turns(turns, len(beginning), model, tokenizer, max_new_tokens)

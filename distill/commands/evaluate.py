@@ -71,7 +71,8 @@ def evaluate(
         raise ValueError("--max-rows and --max-length: expected together with --data; got no --data")
     if tasks is not None and data is not None:
         raise ValueError("--data: expected none with --tasks, which have their own data; run eval once for each")
-    max_rows, max_length = max_rows or 512, max_length or 1024
+    max_rows = max_rows or 512
+    max_length = max_length or 1024
     if tasks is not None:
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
         return
@@ -91,7 +92,8 @@ def evaluate(
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
     if processes > 1 and targets.needs_sharding(found, teacher, processes, batch_size):
         raise typer.Exit(launch.restart(processes))
-    first, world = ranks.is_main_process(), world_size()
+    first = ranks.is_main_process()
+    world = world_size()
     if world > 1:
         if not targets.needs_sharding(found, teacher, world, batch_size):
             raise ValueError(

@@ -55,7 +55,8 @@ def check(
             from distill.reports.served_file import export_problems
 
             report.problems += export_problems(resolved)
-    measured, offers = None, []
+    measured = None
+    offers = []
     if probe:
         from distill.commands.probe import probe as measure
         from distill.commands.probe import probe_available, probe_fp8
@@ -94,7 +95,8 @@ def _data_lines(report: str) -> str:
 def _print(report: Preflight, measured: Any) -> None:
     from distill_kernels.launch import FAMILIES
 
-    device, memory = report.device, report.memory
+    device = report.device
+    memory = report.memory
     where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
     lines = [
         f"teacher     {report.teacher_text}",
@@ -133,11 +135,13 @@ def _print(report: Preflight, measured: Any) -> None:
         bus = ", 80 % of its PCIe bandwidth for offloaded layers" if report.moved else ""
         assumed = f"(assuming 72 % of the GPU's peak in GEMMs, 40 % in attention, 88 % of its bandwidth{bus})"
         console.print_lines(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
-    if (own := report.rollouts) is not None:
+    own = report.rollouts
+    if own is not None:
         took = "time unknown" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
         console.print_lines(f"rollouts    {own.number:,.0f} per step of at most {plural(own.tokens, 'token')}: {took}")
     if report.host:
-        held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
+        held = f"{report.host / GIB:.1f} GiB"
+        moved = f"{report.moved / GIB:.1f} GiB"
         layers = f"{held} of host memory for the teacher's layers"
         console.print_lines(f"offload     {layers}; {moved} per step over the bus to each GPU")
     console.print_lines(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
@@ -171,7 +175,8 @@ def _print_offers(offers: list[Offer], longer: list[float | None]) -> None:
     console.print_lines("")
     rows = []
     for offer, ms in zip(offers, longer, strict=True):
-        share, later = offer.weights / offers[-1].weights, "unknown" if ms is None else f"{ms:+.2f}"
+        share = offer.weights / offers[-1].weights
+        later = "unknown" if ms is None else f"{ms:+.2f}"
         rows.append([str(len(offer.skip)), f"{share:.1%}", f"{offer.kl:.4f}", later])
     how = "ms per micro-batch" + (" (estimated)" if offers[0].ms is None else "")
     console.show_table(["fp8 teacher: modules kept in bf16", "of its weights", "KL", how], rows, numbers=True)
@@ -260,16 +265,20 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
     from distill.training.rollout_files import divergences_of, files, read
 
     run = find_run(name)
-    if not (stored := files(run)):
+    stored = files(run)
+    if not stored:
         raise ValueError(
             f"--rollouts: expected a run of a recipe with data.on_policy.store_every; {run} has no rollouts"
         )
     answers = read(stored[-1])
     tokenizer = source_of(load(run / RECIPE_FILE)).vocabulary().tokenizer
-    made, titles = [], []
+    made = []
+    titles = []
     for number, row in enumerate(answers[:rows], 1):
-        prompt, answer = row["prompt_ids"], row["answer_ids"]
-        ids, values = [*prompt, *answer], [*[None] * len(prompt), *divergences_of(row)]
+        prompt = row["prompt_ids"]
+        answer = row["answer_ids"]
+        ids = [*prompt, *answer]
+        values = [*[None] * len(prompt), *divergences_of(row)]
         labels = [IGNORE_INDEX if value is None else token for token, value in zip(ids, values, strict=True)]
         made.append(tokens_of({"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}, tokenizer, values))
         more = [row["route"]] if row["route"] else []
@@ -331,7 +340,8 @@ def bench(
         return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
 
     with console.spinner("timing"):
-        size, length = resolved.train.batch_size, resolved.data.max_length
+        size = resolved.train.batch_size
+        length = resolved.data.max_length
         make = functools.partial(make_batch, size, length)
         found = list(bench_step(models, make, resolved.loss, variants=chosen, steps=steps))
     if as_json:

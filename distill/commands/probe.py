@@ -106,7 +106,8 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
     """
     if recipe.teacher.dtype != "fp8":
         return []
-    context, source = load_context(recipe), source_of(recipe)
+    context = load_context(recipe)
+    source = source_of(recipe)
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
         raise ValueError(problem)

@@ -105,7 +105,8 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     from distill.models.prune.pruning import student_config
     from distill.models.prune.widths import target_widths
 
-    device, config = teacher.device, teacher.config
+    device = teacher.device
+    config = teacher.config
     ids = torch.arange(row_length, device=device)[None] % 97 + 3
 
     def seconds(model: PreTrainedModel) -> float:

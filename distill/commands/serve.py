@@ -69,7 +69,8 @@ def serve(
     require_safe(host, token)
     tls = require_certificate(ssl_certfile, ssl_keyfile)
     resolved = _recipe(recipe, overrides or [], recipe_of_model)
-    if (processes := processes_of(resolved)) > 1:
+    processes = processes_of(resolved)
+    if processes > 1:
         raise typer.Exit(launch.restart(processes))
     # before the teacher is loaded, which may take minutes
     listeners = listen(host, port) if is_main_process() else []

@@ -54,7 +54,8 @@ def settings() -> list[Setting]:
     schema = json_schema()
     found: dict[str, Setting] = {}
     for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
-        kind, other = _type(node), found.get(name)
+        kind = _type(node)
+        other = found.get(name)
         default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
         default = default if isinstance(default, str) else json.dumps(default)
         if other is not None:  # a field of several types of term
@@ -83,9 +84,11 @@ def find_settings(name: str) -> list[Setting]:
         lambda path: plain in last[path],
     )
     for test in tests if plain else ():
-        if matches := [setting for path, setting in paths.items() if test(path)]:
+        matches = [setting for path, setting in paths.items() if test(path)]
+        if matches:
             return matches
-    if (alias := ALIASES.get(plain)) is not None and not alias.field:
+    alias = ALIASES.get(plain)
+    if alias is not None and not alias.field:
         raise ValueError(f"{name}: {alias.cure}")
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
     hint = hint if hint.startswith("did") else "distill settings lists them all"
@@ -94,17 +97,20 @@ def find_settings(name: str) -> list[Setting]:
 
 def json_schema(committed: Path | None = None) -> Node:
     """Return the recipe's JSON schema (draft 2020-12), for editors; the `committed` one's fields keep their version."""
-    schema, since = Recipe.model_json_schema(), _since(committed or shipped_folder() / SCHEMA_FILE)
+    schema = Recipe.model_json_schema()
+    since = _since(committed or shipped_folder() / SCHEMA_FILE)
     sections = dict(_sections(Section))
     for name, part in _parts(schema):
-        section, texts = sections[name], field_descriptions(sections[name])
+        section = sections[name]
+        texts = field_descriptions(sections[name])
         part["description"] = " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
         for key, node in part["properties"].items():
             usual = Usual.of(section.model_fields[key])
             node["description"] = texts.get(key, "") + (f" In use: {usual}." if usual else "")
             node["x-since"] = since.get(f"{name}.{key}", __version__)
             node.pop("title", None)
-            if (factory := section.model_fields[key].default_factory) is not None:
+            factory = section.model_fields[key].default_factory
+            if factory is not None:
                 made: Any = factory()  # type: ignore[call-arg]
                 node["default"] = made and [one.model_dump() if isinstance(one, BaseModel) else one for one in made]
         part.pop("title", None)
@@ -174,7 +180,8 @@ def _references(node: Node, is_item: bool) -> Iterator[tuple[str, bool]]:
 def _type(node: Node) -> str:
     if "$ref" in node:
         return "section"
-    if inner := node.get("anyOf") or node.get("oneOf"):
+    inner = node.get("anyOf") or node.get("oneOf")
+    if inner:
         return " | ".join(dict.fromkeys(_type(one) for one in inner))
     if "enum" in node or "const" in node:
         values = node.get("enum", [node.get("const")])

@@ -28,7 +28,8 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
     distill validate quickstart train.steps=20 --json
     """
     _, resolved = load_recipe(recipe, overrides)
-    if faults := path_errors(resolved):
+    faults = path_errors(resolved)
+    if faults:
         raise RunError("\n".join(faults))
     lora = resolved.student.lora
     if lora is not None and lora.targets not in ("all-linear", ["all-linear"]):
@@ -53,16 +54,19 @@ def path_notes(recipe: Recipe) -> list[str]:
     notes = []
     for name, section in _models(recipe).items():
         if section.model is not None and section.init == "pretrained":
-            if fault := _absent_package(section.model, f"{name}.model"):
+            fault = _absent_package(section.model, f"{name}.model")
+            if fault:
                 notes.append(fault)
             with contextlib.suppress(ValueError):  # reported by `path_errors`
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_hub_id_note(f"{name}.model", section.model))
     for name, teacher in teacher_sections(recipe).items():
         absent = {field: place for field, place in teacher.places.items() if not Path(place).expanduser().exists()}
-        if (path := absent.get("path")) is not None:
+        path = absent.get("path")
+        if path is not None:
             notes.append(f"{name}.path: {path} does not exist yet{suggest_path(path)}; distill cache makes it")
-        if (adapter := absent.get("adapter")) is not None:
+        adapter = absent.get("adapter")
+        if adapter is not None:
             notes.append(_hub_id_note(f"{name}.adapter", adapter))
     notes += [_hub_id_note(field, place) for field, place in _sources(recipe) if not missing_file(place, field)]
     return [note for note in notes if note]

@@ -162,7 +162,8 @@ def _versions(path: Path) -> str:
 def _metrics(path: Path) -> str:
     from distill.training.progress import damage, read_metrics
 
-    if faults := damage(path):
+    faults = damage(path)
+    if faults:
         raise ValueError(faults[0])
     rows = read_metrics(path)
     steps = [row["step"] for row in rows]
@@ -175,7 +176,8 @@ def _checkpoint(path: Path) -> str:
     from distill.core.manifest import MANIFEST
     from distill.training.checkpoint_validation import fault_of
 
-    if fault := fault_of(path):
+    fault = fault_of(path)
+    if fault:
         raise ValueError(fault)
     return "as written" if (path / MANIFEST).is_file() else f"readable; it has no {MANIFEST}"
 
@@ -199,7 +201,8 @@ def _student(folder: Path) -> str:
         raise ValueError(fault)
     there: dict[str, Any] = {}
     for path in sorted((folder / "student").glob("*.safetensors")):
-        if name := not_finite(path):
+        name = not_finite(path)
+        if name:
             raise ValueError(f"{path.name}: {name} is not finite")
         there |= shapes_of(path)
     base = base_of(folder / "student")

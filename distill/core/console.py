@@ -60,7 +60,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     Args:
         numbers: align all columns but the first to the right.
     """
-    console, table = Console(emoji=False), Table(header_style="bold", box=None, pad_edge=False)
+    console = Console(emoji=False)
+    table = Table(header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if numbers and index else "left"
         table.add_column(escape(printable(column)), justify=justify, overflow="fold")
@@ -77,15 +78,21 @@ class _Activity:
     """Activity that takes a while: a line of a terminal's bar; in a log, a line every `LOGGED_EVERY_S` seconds."""
 
     def __init__(self, what: str, total: int | None, bar: Progress) -> None:
-        self.what, self.total, self.bar = what, total, bar
+        self.what = what
+        self.total = total
+        self.bar = bar
         self.task = bar.add_task(escape(printable(what)), total=total, count="")
-        self.done, self.logged, self.begun = 0, 0, time.monotonic()
+        self.done = 0
+        self.logged = 0
+        self.begun = time.monotonic()
 
     def advance(self, count: int, total: int | None) -> None:
         """Count what is done; once all is, the next of several things is counted from 0, with a total of its own."""
         if self.total and self.done >= self.total:
-            self.done, self.total = 0, None
-        self.done, self.total = self.done + count, total or self.total
+            self.done = 0
+            self.total = None
+        self.done = self.done + count
+        self.total = total or self.total
         done = f"{self.done:,} of {self.total:,}" if self.total else f"{self.done:,}"
         self.bar.update(self.task, completed=self.done, total=self.total, count=done)
         seconds = time.monotonic() - self.begun
@@ -113,7 +120,8 @@ def spinner(what: str, total: int | None = None) -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    terminal, bars = Console(stderr=True), _training_bar + [each.bar for each in _activities]
+    terminal = Console(stderr=True)
+    bars = _training_bar + [each.bar for each in _activities]
     columns = SpinnerColumn(), TextColumn("{task.description}  {task.fields[count]}"), TimeElapsedColumn()
     bar = bars[0] if bars else Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
     with contextlib.nullcontext() if bars else bar:
@@ -165,7 +173,8 @@ def wrap_line(line: str, width: int) -> list[str]:
     """Wrap a line at `width` columns, indenting later lines below the text after the key (`steps       40 of ...`)."""
     if len(line) <= width:
         return [line]
-    lead, own = _KEY.match(line), len(line) - len(line.lstrip())
+    lead = _KEY.match(line)
+    own = len(line) - len(line.lstrip())
     together = r"(?<=\S) (?=\S)" if len(_FIGURES.findall(line)) > 2 else r"(?<=\d) (?=[^\W\d])"
     line = re.sub(together, "\0", line)
     parts = textwrap.wrap(

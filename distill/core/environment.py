@@ -22,12 +22,12 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
         values["gpu"] = f"{facts.name}, {facts.total_memory / GIB:.0f} GiB"
-        values["cuda"], values["driver"] = torch.version.cuda or "", _driver()
+        values["cuda"] = torch.version.cuda or ""
+        values["driver"] = _driver()
     return {name: value for name, value in values.items() if value}
 
 
 def device_name(device: torch.device) -> str:
-    """Return a display name of the device that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.system()} {platform.machine()} {device.type.upper()}, {os.cpu_count()} cores"

@@ -132,7 +132,9 @@ def differences(
 ) -> Iterator[tuple[str, object, object]]:
     """Yield name, old and new value of every setting that differs, in the order of the old mapping."""
     for key in [*locked, *(key for key in now if key not in locked)]:
-        old, new, name = locked.get(key), now.get(key), f"{prefix}{key}"
+        old = locked.get(key)
+        new = now.get(key)
+        name = f"{prefix}{key}"
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{name}.")
         elif old != new:
@@ -184,8 +186,10 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
     """Return a suggestion for the unknown field at `path`; `section` lists the fields known there."""
     parents = [part for part in path[:-1] if not part.isdigit()]
     name = path[-1].strip().lower().replace("-", "_")
-    if alias := names.fields.get(".".join([*parents, name])) or names.fields.get(name):
-        field, last = alias.field, alias.field.rpartition(".")[2]
+    alias = names.fields.get(".".join([*parents, name])) or names.fields.get(name)
+    if alias:
+        field = alias.field
+        last = alias.field.rpartition(".")[2]
         if last in section and ".".join(parents) != field.rpartition(".")[0]:
             field = ".".join([*path[:-1], last])  # the same field of the other model
         return " ".join(filter(None, [_meant(field, name) if field else "", alias.cure]))
@@ -213,14 +217,18 @@ def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     path, section = _locate(fault["loc"], model)
-    where, came, kind, context = ".".join(path), fault["input"], fault["type"], fault.get("ctx", {})
+    where = ".".join(path)
+    came = fault["input"]
+    kind = fault["type"]
+    context = fault.get("ctx", {})
     head = f"{where}: " if where else ""
     if kind == "extra_forbidden":
         return f"{head}unknown field; {_unknown(path, section, model, names)}"
     if kind == "missing":
         return f"{head}required field is missing"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
-        tags, tag = _literals(model, [*path, "type"]), context.get("tag")
+        tags = _literals(model, [*path, "type"])
+        tag = context.get("tag")
         if kind == "union_tag_not_found":
             return f"{head}type is missing; known: {', '.join(tags)}"
         return f"{head}unknown type {quote(tag)}; {_value_meant('type', tag, tags, names)}"

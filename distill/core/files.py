@@ -137,7 +137,8 @@ def waiting_lock(path: Path, waiting: str) -> Iterator[None]:
 
     Where the file system has no locks, nothing is held.
     """
-    handle, told = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    told = False
     try:
         while try_lock(handle) is False:  # a process that ends, however it does, gives it back
             if not told:

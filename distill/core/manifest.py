@@ -18,12 +18,14 @@ from distill.core.files import apply_umask, sync, write_json
 
 MANIFEST = "manifest.json"
 SUM = "xxh3_128"
-THREADS, BLOCK = 4, 1 << 22
+THREADS = 4
+BLOCK = 1 << 22
 
 
 def checksum(path: Path) -> str:
     """Return the XXH3 checksum of a file, 32 hexadecimal digits."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
+    digest = xxhash.xxh3_128()
+    block = memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -116,7 +118,8 @@ def first_damaged_file(folder: Path, files: object) -> str | None:
             return f"{MANIFEST} names {name}, outside of the folder"
         if not path.is_file():
             return f"{name} is missing"
-        if (size := path.stat().st_size) != entry.get("bytes"):
+        size = path.stat().st_size
+        if size != entry.get("bytes"):
             return f"{name} is damaged: expected {entry.get('bytes')} bytes, got {size}"
     with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(lambda name: checksum(folder / name), files))

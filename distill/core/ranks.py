@@ -49,7 +49,9 @@ def run_on_rank0(make: Callable[[], T]) -> T | None:
     """Call `make` on rank 0 while the others wait; return its result there, None on the others."""
     import torch.distributed as dist
 
-    result, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
+    result = None
+    fault = [""]
+    waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
     if is_main_process():
         try:
             result = make()
@@ -91,7 +93,8 @@ def restart_store() -> dict[str, object]:
     torchrun's store outlives its processes: a later attempt would read the addresses of the previous one and wait for
     them. On several machines each torchrun counts attempts separately, so nothing is changed there.
     """
-    attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), world_size()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    world = world_size()
     if attempt == "0" or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") != str(world):
         return {}
     from torch.distributed import PrefixStore, TCPStore

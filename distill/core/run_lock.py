@@ -44,7 +44,8 @@ class RunLock:
     latest: ClassVar[Path | None] = None  # the folder of this process's run
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, now()
+        self.folder = folder
+        self.started = now()
         self.path = folder / RUN_LOCK
         self._handle: int | None = None
         self._since = 0

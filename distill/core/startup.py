@@ -24,7 +24,8 @@ def paused_collection() -> Iterator[None]:
     Only for the process of a command: in another program, objects of others would be left out, too. A body that
     imports nothing new leaves nothing out.
     """
-    enabled, modules = gc.isenabled(), len(sys.modules)
+    enabled = gc.isenabled()
+    modules = len(sys.modules)
     gc.disable()
     try:
         yield

@@ -82,7 +82,8 @@ def check_tokenizer_limits(folder: Path, name: str, field: str) -> None:
         state = file.stat()
     except OSError:  # a tokenizer of another format, or none
         return
-    if fault := _fault(str(file), state.st_mtime_ns, state.st_size):
+    fault = _fault(str(file), state.st_mtime_ns, state.st_size)
+    if fault:
         raise ValueError(f"{field}: the tokenizer of {name} {fault} on a few lines of text; it is not used")
 
 

@@ -62,11 +62,13 @@ class Turns:
     """Locator of the assistant turns of conversations, in the layout of `adapter`."""
 
     def __init__(self, renderer: Renderer, adapter: Adapter) -> None:
-        self._renderer, self._adapter = renderer, adapter
+        self._renderer = renderer
+        self._adapter = adapter
 
     def whole(self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> RenderedChat | None:
         """Return the whole conversation as one example; None where a turn's text differs from that of inference."""
-        text, spans = self._renderer.raw(messages, tools).text, []
+        text = self._renderer.raw(messages, tools).text
+        spans = []
         for number, turn, end, place in self._located(messages, tools, turns):
             piece = turn.text[end:]
             is_last = number == len(messages) - 1
@@ -106,7 +108,8 @@ class Turns:
             raise RowFault("the chat begins with the assistant", "no prompt before the response")
         before = self._renderer.raw(messages[:number], tools, prompt=True).text
         upto, marks = self._renderer.raw(messages[: number + 1], tools, mark=self._renderer.marked)
-        message, marks = messages[number], merge_ranges(marks)
+        message = messages[number]
+        marks = merge_ranges(marks)
         place = len(before) if upto.startswith(before) else self._place(messages, tools, number, before, upto)
         if place is not None:  # the prompt as in inference, whatever earlier messages have become
             upto = before + upto[place:]
@@ -117,7 +120,8 @@ class Turns:
             start = len(before)
         else:
             start = self._shared_prompt(messages, tools, number, before, upto)
-            if thought := self._lost_thought(message, before, upto[start:]):
+            thought = self._lost_thought(message, before, upto[start:])
+            if thought:
                 turn = thought + self._end(upto, start, message)[start:].lstrip("\n")
                 return Turn(before + turn, [(len(before), len(before) + len(turn))])
         text = self._end(upto, start, message)
@@ -175,7 +179,8 @@ class Turns:
 
         A template may end a whole chat with another token (Phi-3): a turn is closed by the one directly after the text.
         """
-        if run := self._closing_run(upto, start):
+        run = self._closing_run(upto, start)
+        if run:
             if marked is not None:  # the first token after the markers
                 run = [match for match in run if match.end() <= marked][-1:] or run[:1]
             known = [match for match in run if match[0] == self._closing]
@@ -261,7 +266,8 @@ class Turns:
     def _header(self) -> str:
         """Return the part of the generation prompt that a finished turn has too."""
         try:
-            asked, prompt = (self._renderer.raw(self._adapter([QUESTION]), prompt=end).text for end in (False, True))
+            asked = self._renderer.raw(self._adapter([QUESTION]), prompt=False).text
+            prompt = self._renderer.raw(self._adapter([QUESTION]), prompt=True).text
             answered = self._renderer.raw(self._adapter([QUESTION, ANSWER])).text
         except RowFault:
             return ""
@@ -309,7 +315,8 @@ class Turns:
             yield from ((number, self.turn(messages, tools, number), 0, 0) for number in turns)
             return
         answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-        head, rank = list(messages[: answers[0]]), {number: place for place, number in enumerate(answers)}
+        head = list(messages[: answers[0]])
+        rank = {number: place for place, number in enumerate(answers)}
         skipped = place = end = reached = 0
         for first in range(0, len(turns), CHUNK):
             chunk = turns[first : first + CHUNK]
@@ -317,7 +324,8 @@ class Turns:
                 skipped = answers[max(0, rank[turns[first - 1]] - 1)] - len(head)
             window = [*head, *messages[len(head) + skipped : chunk[-1] + 1]]
             if first:
-                end, place = len(self.turn(window, tools, turns[first - 1] - skipped).text), reached
+                end = len(self.turn(window, tools, turns[first - 1] - skipped).text)
+                place = reached
             for number in chunk:
                 turn = self.turn(window, tools, number - skipped)
                 yield number, turn, end, place
@@ -326,7 +334,8 @@ class Turns:
 
 def _shared(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts."""
-    low, high = 0, min(len(one), len(other))
+    low = 0
+    high = min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if other.startswith(one[low:middle], low) else (low, middle - 1)

@@ -57,7 +57,6 @@ class ChatOptions(NamedTuple):
 
     @classmethod
     def of(cls, data: Any) -> ChatOptions:
-        """Those of a recipe's `data`."""
         return cls("each" if data.generates_every_turn else data.train_on, data.reasoning, data.empty_answers)
 
 
@@ -143,7 +142,8 @@ class ChatTemplate(Renderer):
         made = self._with(dict(kwargs))
         if self.tool_use is not None:
             made = copy.copy(made)
-            made.tool_use, made._variants = self.tool_use.with_kwargs(kwargs), {}
+            made.tool_use = self.tool_use.with_kwargs(kwargs)
+            made._variants = {}
             made._begin()
         return made
 
@@ -153,7 +153,9 @@ class ChatTemplate(Renderer):
             if len(self._variants) >= MOST_VARIANTS:  # rows with documents have one each
                 del self._variants[next(iter(self._variants))]
             made = copy.copy(self)
-            made.kwargs, made.tool_use, made._variants = kwargs, None, {}
+            made.kwargs = kwargs
+            made.tool_use = None
+            made._variants = {}
             made._begin()
             self._variants[key] = made
         return self._variants[key]
@@ -406,9 +408,11 @@ def load_template(
     if choice == "none":
         return None
     if choice == "tokenizer":
-        source, tool_use = getattr(tokenizer, "chat_template", None), None
+        source = getattr(tokenizer, "chat_template", None)
+        tool_use = None
         if isinstance(source, dict):  # named templates
-            names, tool_use = ", ".join(source), source.get(TOOL_USE)
+            names = ", ".join(source)
+            tool_use = source.get(TOOL_USE)
             refusal = f"the tokenizer has the chat templates {names}, and none called default; set data.chat_template"
             source = source.get("default") or f"{{{{ raise_exception({refusal!r}) }}}}"
         return ChatTemplate(source, tokenizer, name, kwargs=kwargs, tool_use=tool_use) if source else None

@@ -138,7 +138,8 @@ def _without_padding(row: Row) -> Row:
 
 def _mask_after_padding(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch without the labels of tokens that follow padding, as with padding on the left."""
-    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    labels = batch.get("labels")
+    mask = batch.get("attention_mask")
     if not isinstance(labels, torch.Tensor) or not isinstance(mask, torch.Tensor) or mask.shape != labels.shape:
         return batch
     follows = torch.nn.functional.pad(mask[:, :-1] == 0, (1, 0))

@@ -39,7 +39,9 @@ def count_copies(trained: Sequence[Chosen], held_out: Sequence[Chosen], key: str
         factors = np.random.default_rng(0).integers(2**63, size=longest, dtype=np.uint64) * 2 + 1
         whole = [(hashes, place) for chosen in held_out for hashes, place, _ in _hashes(*chosen, factors, whole=True)]
         own, lengths = (np.concatenate(values) for values in zip(*whole, strict=True))
-        known, is_length, found = np.unique(own), np.zeros(longest, dtype=bool), set[int]()
+        known = np.unique(own)
+        is_length = np.zeros(longest, dtype=bool)
+        found = set[int]()
         is_length[lengths] = True
         for chosen in trained:
             for hashes, place, is_chosen in _hashes(*chosen, factors):
@@ -71,13 +73,15 @@ def _hashes(
     first = 0
     while first < len(is_chosen):
         last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + TOKENS_AT_ONCE, side="right")) - 1)
-        here, lengths = slice(offsets[first], offsets[last]), np.diff(offsets[first : last + 1])
+        here = slice(offsets[first], offsets[last])
+        lengths = np.diff(offsets[first : last + 1])
         begins = offsets[first:last] - offsets[first]
         place = np.arange(here.stop - here.start) - np.repeat(begins, lengths)
         tokens = ids[here].astype(np.uint64) * 2 + (labels[here] != IGNORE_INDEX)
         sums = np.cumsum(tokens * factors[place])
         before = np.concatenate([np.zeros(1, dtype=np.uint64), sums])[begins]
-        hashes, chosen = sums - np.repeat(before, lengths), np.repeat(is_chosen[first:last], lengths)
+        hashes = sums - np.repeat(before, lengths)
+        chosen = np.repeat(is_chosen[first:last], lengths)
         kept = (begins + lengths - 1)[is_chosen[first:last]] if whole else slice(None)
         yield hashes[kept], place[kept], chosen[kept]
         first = last

@@ -78,7 +78,8 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
             characters += row_size(row)
         if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -143,7 +144,8 @@ def _encode_here(batch: Batch) -> tuple[list[Document], RowCounts]:
 
 def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], RowCounts]]) -> RowCounts:
     """Write a file of int32 per column, its offsets, and the documents' origins."""
-    tally, origins = RowCounts(), []
+    tally = RowCounts()
+    origins = []
     lengths: dict[str, list[int]] = {name: [0] for name in names}
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}

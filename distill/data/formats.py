@@ -168,7 +168,8 @@ def detect(
         return with_columns_beside(format, columns, fields)
 
     if format == "prompts":
-        if not (prompts := prompt_columns([name for name in columns if name not in ignored], fields)):
+        prompts = prompt_columns([name for name in columns if name not in ignored], fields)
+        if not prompts:
             raise ValueError(f"data.fields: expected a column prompt, or a column messages; {there}")
         if "messages" in prompts and not has_template:
             raise ValueError(
@@ -210,7 +211,8 @@ def columns_beside(format: Format, columns: Iterable[str]) -> dict[str, str]:
         format: Format with the columns that are known already.
         columns: Columns of the data, or of a row.
     """
-    main, found = format.columns, dict[str, str]()
+    main = format.columns
+    found = dict[str, str]()
     there = [name for name in columns if name not in format.ignored and name not in main.values()]
     for known in COLUMNS:
         if known.role in main or known.role == "media" or not _is_read(known, format):

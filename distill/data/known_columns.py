@@ -11,7 +11,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-TEXT, PAIR, CHAT, PROMPTS = "text", "prompt_completion", "chat", "prompts"  # kinds of rows, as in data.format
+# kinds of rows, as in data.format
+TEXT = "text"
+PAIR = "prompt_completion"
+CHAT = "chat"
+PROMPTS = "prompts"
 
 # column names in common use, tried in this order when the recipe maps none
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")

@@ -133,7 +133,8 @@ def load_rows(
         _check(documents, tally, source, part.field)
         require_words_are_read(tally, format, source.name)
         report = report_type(source=source.name, digest=source.digest, format=str(format), max_length=data.max_length)
-        report.from_cache, report.frozen_date = cached, max(days).isoformat() if days else None
+        report.from_cache = cached
+        report.frozen_date = max(days).isoformat() if days else None
         report.add(tally)
         report.copies = max(0, tally.rows_read - sum(tally.dropped.values()) - len(np.unique(documents.origin)))
         return documents, report, key
@@ -141,8 +142,11 @@ def load_rows(
     days = [template.frozen_date for template in templates if template and template.frozen_date]
     sources = [read(part) for part in data.parts]
     keys = [key for _, _, key in sources]
-    sections, held_out, rests = [data.validation] * len(sources), [], []
-    if own := data.validation.source is None:
+    sections = [data.validation] * len(sources)
+    held_out = []
+    rests = []
+    own = data.validation.source is None
+    if own:
         if any(part.data.format == "prompts" for part in data.parts):
             raise ValueError(
                 "data.validation.source: the data are prompts, and held-out metrics need responses: expected a file of "
@@ -160,7 +164,9 @@ def load_rows(
         chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
         held_out = [(other, np.flatnonzero(np.isin(pieces, chosen)))] * len(sources)
         rests = [np.arange(len(documents.origin)) for documents, _, _ in sources]
-    parts, trained, twice = [], list[Chosen](), 0
+    parts = []
+    trained = list[Chosen]()
+    twice = 0
     for number, (documents, report, key) in enumerate(sources):
         others = [o.origin[c] for n, (o, c) in enumerate(held_out) if not (own and n == number)]
         rest = rests[number]
@@ -174,7 +180,8 @@ def load_rows(
         logger.warning("%s of the training data held out by another source: not trained on", plural(twice, "document"))
     held_out = held_out if own else held_out[:1]
     key = cache_key("copies", keys, [section.model_dump() for section in sections])
-    if copies := count_copies(trained, held_out, key, cache=data.cache):
+    copies = count_copies(trained, held_out, key, cache=data.cache)
+    if copies:
         logger.warning(
             "%s of %s also trained on, token by token, as a document or its beginning, which inflates held-out "
             "metrics; remove the copies, or set data.validation.source",
@@ -352,7 +359,8 @@ def _validation_part(data: Data) -> Part:
     name = data.validation.source or ""
     place, colon, split = name.rpartition(":")
     if not colon or Path(name).expanduser().exists():
-        place, split = name, data.split
+        place = name
+        split = data.split
     if any((place, split) == (part.data.source, part.data.split) for part in data.parts):
         raise ValueError(
             f"data.validation.source: expected other data than the training data {name!r}; name another split, as in "
@@ -381,7 +389,8 @@ def _pack(
     validation = _dataset(cache_key("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
     report.answer_room = new
-    report.rows, report.validation_rows = len(train), len(validation)
+    report.rows = len(train)
+    report.validation_rows = len(validation)
     return Splits(train, validation, report)
 
 

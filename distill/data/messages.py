@@ -40,12 +40,12 @@ class MessageContent(NamedTuple):
 
 
 def content_of(message: Message) -> MessageContent:
-    """Return the content of a message in any layout."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     thought = next((str(message[name]) for name in REASONING if isinstance(message.get(name), str)), "")
     if not thought.strip() and message.get("role") == "assistant" and (found := THOUGHT.match(text)):
-        text, thought = found["answer"], found["thought"]
+        text = found["answer"]
+        thought = found["thought"]
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
     return MessageContent(text, thought, [_with_object(call) for call in functions if call is not None])
@@ -81,7 +81,8 @@ def untrained_ranges(message: Message) -> list[Span]:
     for wanted in (True, False):
         for part in details:
             if bool(part["train"]) == wanted:
-                begin, end = max(part["begin_offset"], 0), min(part["end_offset"] + 1, len(content))
+                begin = max(part["begin_offset"], 0)
+                end = min(part["end_offset"] + 1, len(content))
                 trained[begin:end] = [wanted] * max(end - begin, 0)
     bounds = [0, *(n for n in range(1, len(content)) if trained[n] != trained[n - 1]), len(content)]
     return [(begin, end) for begin, end in pairwise(bounds) if end > begin and not trained[begin]]
@@ -123,7 +124,8 @@ class Adapter:
             content = message.get("content")
             if isinstance(content, str) and "<think>" in content and (found := THOUGHT.match(content)) and self.splits:
                 message |= {"content": found["answer"].lstrip("\n"), REASONING[0]: found["thought"].strip("\n")}
-            if (thought := next((message[name] for name in REASONING if message.get(name)), None)) is not None:
+            thought = next((message[name] for name in REASONING if message.get(name)), None)
+            if thought is not None:
                 message = dict.fromkeys(REASONING, thought) | message
             if isinstance(calls := message.get("tool_calls"), list) and calls:
                 message = self._with_calls(message, calls)

@@ -53,12 +53,12 @@ class MixedRows:
     """
 
     def __init__(self, rows: Any, mix: Mix) -> None:
-        self.rows, self.mix = rows, mix
+        self.rows = rows
+        self.mix = mix
         self.set_epoch(0)
 
     @property
     def column_names(self) -> list[str]:
-        """Columns of the rows."""
         names: list[str] = self.rows.column_names
         return names
 

@@ -59,7 +59,8 @@ class Documents(NamedTuple):
 
     def lengths_with_answers(self, new: int, most: int) -> np.ndarray:
         """Return each length, int64 [D], in a row of `most` tokens if the last response may have `new` tokens."""
-        labels, lengths = self.columns["labels"], self.lengths
+        labels = self.columns["labels"]
+        lengths = self.lengths
         learned = labels.values != IGNORE_INDEX
         # A response begins where a trained label follows one that is not; labels are not shifted, so no document begins
         # with one and the False in front is never another document's.
@@ -67,7 +68,8 @@ class Documents(NamedTuple):
         # index of each document's last beginning: the response that a rollout will replace
         last = np.maximum.reduceat(np.arange(len(begins)) * begins, labels.offsets[:-1])
         prompts = lengths - (labels.offsets[1:] - last)
-        if (starts := self.columns.get("answer_starts")) is not None:  # labels of aligned spans have gaps
+        starts = self.columns.get("answer_starts")
+        if starts is not None:  # labels of aligned spans have gaps
             prompts = np.maximum.reduceat(starts.values, starts.offsets[:-1]).astype(np.int64)
         return np.maximum(lengths, np.minimum(prompts + new, most))
 
@@ -93,12 +95,14 @@ class Documents(NamedTuple):
         """
         lengths = self.lengths
         ends = np.cumsum([int(lengths[group].sum()) for group in groups], dtype=np.int64)
-        start, before = 0, 0
+        start = 0
+        before = 0
         while start < len(groups):
             # as many rows as fit into `tokens_at_once`, but never none: a row may be longer than that
             stop = max(start + 1, int(np.searchsorted(ends, before + tokens_at_once, side="right")))
             yield self._laid_out(groups[start:stop])
-            start, before = stop, int(ends[stop - 1])
+            start = stop
+            before = int(ends[stop - 1])
 
     def _laid_out(self, groups: list[np.ndarray]) -> dict[str, Ragged]:
         # All documents of the batch of rows one after the other. `ends` are document bounds in that sequence, and
@@ -154,7 +158,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
                 rooms ^= 1 << room
             rows[row].append(document)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([document])
         left = room - length
         if left:

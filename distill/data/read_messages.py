@@ -31,7 +31,9 @@ CALL_ROLES = ("function_call", "tool_call")  # a message that is a call, as JSON
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
 TEXT_PARTS = ("text", "input_text", "output_text", "None")
 THOUGHT_PARTS = ("reasoning", "thinking", "think")
-ASKED, ANSWERED = ("human", "user"), ("assistant", "gpt", "bot")  # keys of ms-swift's turns
+# keys of ms-swift's turns
+ASKED = ("human", "user")
+ANSWERED = ("assistant", "gpt", "bot")
 
 
 class Conversation(NamedTuple):
@@ -217,7 +219,8 @@ class _Reader:
         parts = message.get("content")
         if not isinstance(parts, list):
             return
-        texts, thoughts = list[str](), list[str]()
+        texts = list[str]()
+        thoughts = list[str]()
         for part in parts:
             kind = str(part.get("type")) if isinstance(part, Mapping) else "text"
             text: object = part
@@ -356,7 +359,8 @@ def _without_null_keys(message: Mapping[str, Any]) -> Message:
 
 def _without_channels(messages: list[Message], column: str) -> list[Message]:
     """Return messages with those of harmony's channel `analysis` as the reasoning of the answer that follows."""
-    made, thoughts = list[Message](), list[str]()
+    made = list[Message]()
+    thoughts = list[str]()
     for message in messages:
         channel = message.pop("channel", None) if message["role"] == "assistant" else None
         if channel == "analysis" and not message.get("tool_calls"):

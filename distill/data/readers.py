@@ -64,14 +64,16 @@ def _open(path: Path) -> TextIO:
     """
     opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as file:
-        if encoding := _wide_encoding(file):
+        encoding = _wide_encoding(file)
+        if encoding:
             raise ValueError(f"is {encoding}, expected UTF-8; convert it: {_conversion(path, encoding)}")
     return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _conversion(path: Path, encoding: str) -> str:
     """Return the command that converts a file to UTF-8."""
-    name, plain = shlex.quote(str(path)), path.name.removesuffix(".gz")
+    name = shlex.quote(str(path))
+    plain = path.name.removesuffix(".gz")
     convert = f"iconv -f {encoding} -t UTF-8"
     convert = f"zcat {name} | {convert}" if path.suffix.lower() == ".gz" else f"{convert} {name}"
     return f"{convert} > {shlex.quote(f'utf8-{plain}')}"
@@ -84,9 +86,11 @@ def _wide_encoding(file: BinaryIO) -> str | None:
     except (OSError, EOFError, zlib.error):  # reported by the reader
         return None
     marks = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-    if marked := next((name for mark, name in marks.items() if head.startswith(mark)), None):
+    marked = next((name for mark, name in marks.items() if head.startswith(mark)), None)
+    if marked:
         return marked
-    even, odd = head[::2].count(0), head[1::2].count(0)
+    even = head[::2].count(0)
+    odd = head[1::2].count(0)
     if max(even, odd) * 4 > len(head) and min(even, odd) * 40 < len(head):
         return "UTF-16LE" if odd > even else "UTF-16BE"
     return None
@@ -103,10 +107,13 @@ def _lines(file: TextIO, name: str) -> Iterator[tuple[str, str | None]]:
         EOFError: A line does not end.
     """
     for number in itertools.count(1):
-        if not (line := file.readline(MOST_BYTES + 1)):
+        line = file.readline(MOST_BYTES + 1)
+        if not line:
             return
-        where, skipped = f"{name}, line {number}", len(line)
-        if long := _is_long(line):
+        where = f"{name}, line {number}"
+        skipped = len(line)
+        long = _is_long(line)
+        if long:
             while line and line[-1] not in "\r\n":
                 line = file.readline(CHUNK)
                 skipped += len(line)
@@ -172,12 +179,15 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
     Raises:
         ValueError: It is not valid JSON, or an item is too long.
     """
-    decoder, at, count = json.JSONDecoder(), 0, 0
+    decoder = json.JSONDecoder()
+    at = 0
+    count = 0
 
     def more() -> bool:
         nonlocal text, at
         new = file.read(max(CHUNK, len(text) - at))  # doubling: an item is parsed only a few times
-        text, at = text[at:] + new, 0
+        text = text[at:] + new
+        at = 0
         return bool(new)
 
     def next_character() -> str:
@@ -199,7 +209,8 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
             continue
         if not complete:  # a number may continue
             continue
-        at, count = end, count + 1
+        at = end
+        count = count + 1
         yield item
         if next_character() not in ",]":
             raise ValueError(f"is not valid JSON: expected , or ] after item {count}, got {text[at]!r}")
@@ -209,7 +220,8 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
                 raise ValueError(f"is not valid JSON: expected an item after the comma after item {count}")
     rest = text[at + 1 :]
     while rest or (rest := file.read(CHUNK)):
-        if rest := rest[_SPACE.match(rest).end() :]:  # type: ignore[union-attr]
+        rest = rest[_SPACE.match(rest).end() :]  # type: ignore[union-attr]
+        if rest:
             raise ValueError(f"is not valid JSON: {rest[0]!r} after the end of the list")
 
 
@@ -217,18 +229,22 @@ class _CountedLines:
     """Lines of a table for `csv.reader`, which joins those of a quoted value, limited to the size of a row."""
 
     def __init__(self, file: TextIO, name: str) -> None:
-        self.file, self.name, self.number = file, name, 0
+        self.file = file
+        self.name = name
+        self.number = 0
         self.new_row()
 
     def new_row(self) -> None:
         """Start counting the next row."""
-        self.left, self.first = MOST_BYTES, self.number + 1
+        self.left = MOST_BYTES
+        self.first = self.number + 1
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        if not (line := self.file.readline(self.left + 1)):
+        line = self.file.readline(self.left + 1)
+        if not line:
             raise StopIteration
         self.number += 1
         self.left -= len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
@@ -249,7 +265,8 @@ def _read_csv(path: Path) -> Rows:
         reader = csv.DictReader(lines, delimiter=delimiter, restkey="", strict=True)
         try:
             names = list(reader.fieldnames or ())
-            if twice := next((name for name in names if names.count(name) > 1), None):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice:
                 raise ValueError(f"has two columns called {twice!r}; rename one")
             lines.new_row()
             for number, row in enumerate(reader):

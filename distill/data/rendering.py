@@ -56,7 +56,8 @@ class _Budget:
     """Consumption of a conversation's renderings."""
 
     def __init__(self, begun: float) -> None:
-        self.begun, self.characters = begun, 0
+        self.begun = begun
+        self.characters = 0
 
     def add(self, text: str) -> None:
         """Count a rendering.
@@ -188,7 +189,8 @@ def stop_tokens(tokenizer: Any) -> frozenset[str]:
     """
     ids = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
-        if (path := _beside(str(tokenizer.name_or_path), name)) is not None:
+        path = _beside(str(tokenizer.name_or_path), name)
+        if path is not None:
             with contextlib.suppress(OSError, ValueError):
                 tree = json.loads(path.read_text(encoding="utf-8"))
                 own = tree.get("eos_token_id") if isinstance(tree, dict) else None

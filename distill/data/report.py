@@ -93,11 +93,14 @@ class DataReport(RowCounts):
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
         """Count the chosen and the held-out documents."""
-        self.documents, self.validation_documents = len(chosen), len(held_out)
+        self.documents = len(chosen)
+        self.validation_documents = len(held_out)
         self.longest = int(documents.columns[IDS].lengths[chosen].max(initial=0))
-        self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
+        self.tokens = documents.tokens(chosen)
+        self.validation_tokens = held_out_of.tokens(held_out)
         reading = f"teacher_{IDS}" if f"teacher_{IDS}" in documents.columns else IDS
-        self.teacher_tokens, self.trained_tokens = documents.tokens(chosen, reading), documents.trained_tokens(chosen)
+        self.teacher_tokens = documents.tokens(chosen, reading)
+        self.trained_tokens = documents.trained_tokens(chosen)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields and both fractions for JSON."""
@@ -167,7 +170,8 @@ class DataReport(RowCounts):
         """Yield a line for each of several sources on its part of an epoch."""
         learned = [part.trained_tokens * part.epoch_rows / max(part.rows, 1) for part in self.parts]
         for part, tokens in zip(self.parts, learned, strict=True):
-            share, times = part.epoch_rows / self.rows, part.epoch_rows / max(part.rows, 1)
+            share = part.epoch_rows / self.rows
+            times = part.epoch_rows / max(part.rows, 1)
             yield (
                 f"{part.source}: {part.epoch_rows:,} of an epoch's {self.rows:,} rows ({share:.1%}), "
                 f"{times:.2f} times its {plural(part.rows, 'row')} ({plural(part.documents, 'document')}); "

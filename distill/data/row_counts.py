@@ -87,7 +87,6 @@ class RowCounts:
         self.unrendered.update(made.named)
 
     def add(self, other: RowCounts) -> None:
-        """Add the counts of later rows."""
         self.rows_read += other.rows_read
         self.dropped.update(other.dropped)
         self.examples = other.examples | self.examples

@@ -125,8 +125,10 @@ class RowReader:
     def _pair_or_chat(self) -> Sample:
         if self.format.kind == CHAT:
             return Sample(messages=self._with_chosen(self._messages(self.columns["messages"])))
-        prompt, completion = self.columns["prompt"], self.columns["completion"]
-        prompted, answered = self.row.get(prompt), self.row.get(completion)
+        prompt = self.columns["prompt"]
+        completion = self.columns["completion"]
+        prompted = self.row.get(prompt)
+        answered = self.row.get(completion)
         if isinstance(prompted, list):
             if not self.format.pairs_as_chat:
                 raise RowFault(
@@ -246,7 +248,8 @@ def template_kwargs(value: object) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
         raise RowFault("wrong type", f"column {TEMPLATE_KWARGS!r}: expected an object, got {type(value).__name__}")
     given = {name: item for name, item in value.items() if item is not None}
-    if (error := template_kwargs_error(given)) is not None:
+    error = template_kwargs_error(given)
+    if error is not None:
         raise RowFault("wrong value", f"column {TEMPLATE_KWARGS!r}: {error}")
     return given
 

@@ -14,7 +14,8 @@ class RowFault(ValueError):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
     def __reduce__(self) -> tuple[type[RowFault], tuple[str, str]]:
         return RowFault, (self.reason, self.detail)
@@ -32,7 +33,8 @@ Rows = Iterator[Row | RowFault]
 
 def row_size(row: Row, most: int = MOST_BYTES) -> int:
     """Return the characters of a row's texts plus 16 per value, about its size as JSON; counted up to `most`."""
-    total, waiting = 0, [row]
+    total = 0
+    waiting = [row]
     while waiting and total <= most:
         value: Any = waiting.pop()
         if isinstance(value, str | bytes):

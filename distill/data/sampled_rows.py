@@ -22,11 +22,16 @@ from typing import Any, NamedTuple
 
 from distill.data.rows import Row, RowFault
 
-PROMPT_IDS, COMPLETION_IDS, TRUNCATED = "prompt_ids", "completion_ids", "truncated"
+PROMPT_IDS = "prompt_ids"
+COMPLETION_IDS = "completion_ids"
+TRUNCATED = "truncated"
 MESSAGE = "message"  # the answer in parts, beside a prompt and a completion
 SAMPLED = "sampled"  # how the answer was made
 TOKENIZER = "tokenizer"  # of `sampled`: hash of the vocabulary
-NUMBER, SAME_TEXT, ENDED = "prompt", "same_text", "ended"  # of `sampled`, what is a row's own
+# of `sampled`, what is a row's own
+NUMBER = "prompt"
+SAME_TEXT = "same_text"
+ENDED = "ended"
 COLUMNS = (PROMPT_IDS, COMPLETION_IDS, TRUNCATED, MESSAGE, SAMPLED)  # beside those of the prompt and the answer
 OTHER_TOKENS = "sampled with another vocabulary, and its text does not give the sampled tokens"
 
@@ -73,7 +78,8 @@ def sampled_ids(row: Row) -> SampledIds | None:
     message = row.get(MESSAGE)
     if message is not None and not isinstance(message, dict):
         raise RowFault("wrong type", f"column {MESSAGE!r}: expected a message, got {type(message).__name__}")
-    same_text, ended = bool(made.get(SAME_TEXT)), bool(made.get(ENDED))
+    same_text = bool(made.get(SAME_TEXT))
+    ended = bool(made.get(ENDED))
     return SampledIds(ids[PROMPT_IDS], ids[COMPLETION_IDS], made[TOKENIZER], same_text, ended, message)
 
 

@@ -89,7 +89,8 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
         return _of_files(source, _files_of_folder(path, split, field), field)
     if path.exists():
         raise ValueError(f"{field}: expected a file or folder, got a pipe or a device: {source!r}")
-    if fault := missing_file(source, field):
+    fault = missing_file(source, field)
+    if fault:
         raise ValueError(fault)
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
 
@@ -146,7 +147,9 @@ def _stdlib() -> Source:
         folders[:] = [name for name in folders if name not in STDLIB_SKIPPED and not name.startswith("config-")]
         files += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
     files.sort(key=lambda name: hashlib.sha256(name.encode()).digest())  # separates files of one package
-    texts, total, digest = [], 0, hashlib.sha256()
+    texts = []
+    total = 0
+    digest = hashlib.sha256()
     for name in files:
         content = (root / name).read_bytes()
         if not 200 <= len(content) <= STDLIB_LARGEST_FILE or total + len(content) > STDLIB_BYTES:
@@ -183,7 +186,8 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
     matching = [path for path in files if splits[path] == split]
     if not matching:
         raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; got {split!r}")
-    if unnamed := [path.name for path in files if splits[path] is None]:
+    unnamed = [path.name for path in files if splits[path] is None]
+    if unnamed:
         logger.warning(
             "%s: %d of %d files are ignored (%s, ...): their names belong to no split, while those of others do",
             folder,

@@ -51,7 +51,8 @@ def _rows_of(batches: Iterator[Any], name: str) -> Rows:
     try:
         while True:
             with limit_resources(TABLE_SECONDS, MOST_TABLE_BYTES):
-                if (batch := next(batches, None)) is None:
+                batch = next(batches, None)
+                if batch is None:
                     return
                 batch.validate(full=True)
                 batch = _unshared(batch)

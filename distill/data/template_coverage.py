@@ -18,14 +18,13 @@ from distill.data.messages import MessageContent, content_of
 from distill.data.rendering import NOT_RENDERED, Message, Tools
 from distill.data.rows import RowFault
 
-CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
-    "tool_calls",
-    "the second of parallel tool_calls",
-    "content beside tool_calls",
-    "content",
-    "reasoning",
-)
-TOOLS, DOCUMENTS = "tools", "documents"
+CALLS = "tool_calls"
+PARALLEL = "the second of parallel tool_calls"
+BESIDE = "content beside tool_calls"
+TEXT = "content"
+THOUGHT = "reasoning"
+TOOLS = "tools"
+DOCUMENTS = "documents"
 MOST_KINDS = 256  # largest number of messages in a shape
 CURES = {
     CALLS: "choose a template with tools",
@@ -68,7 +67,8 @@ def chat_shape(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) 
 
     Repetitions are removed: messages between two alike whose pairs of neighbours all occur before.
     """
-    learned, kept = set(turns), list[int]()
+    learned = set(turns)
+    kept = list[int]()
     signs = [_signature(message, number in learned) for number, message in enumerate(messages)]
 
     def neighbours(numbers: list[int]) -> set[tuple[object, object]]:
@@ -88,7 +88,8 @@ def chat_shape(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) 
 
 def _signature(message: Message, learned: bool) -> tuple[object, ...]:
     """Return the properties of a message that affect rendering, apart from its words."""
-    said, content = content_of(message), message.get("content")
+    said = content_of(message)
+    content = message.get("content")
     kind = None if content is None else isinstance(content, str) and (bool(content.strip()), "<think>" in content)
     calls = tuple(bool(call.get("arguments")) for call in said.calls[:2])
     fields = tuple(name in message for name in (*REASONING, "name", "tool_call_id"))
@@ -111,10 +112,14 @@ def find_omission(render: Render, messages: Sequence[Message], tools: Tools, tur
     except RowFault:
         return None
     written = {turn: "".join(e.text[a:b] for a, b in e.spans) for e in examples for turn in e.turns}
-    everything, lost, named, thought = examples[-1].text, list[str](), dict[str, None](), False
+    everything = examples[-1].text
+    lost = list[str]()
+    named = dict[str, None]()
+    thought = False
     for number, message in enumerate(filled[: turns[-1] + 1]):
         text = written.get(number, everything)
-        said, role = content_of(message), str(message.get("role"))
+        said = content_of(message)
+        role = str(message.get("role"))
         if said.calls and not _written(said.calls[0], text):
             lost.append(CALLS)
         elif any(not _written(call, text) for call in said.calls[1:]):
@@ -138,7 +143,8 @@ def _marker(what: str, number: int, part: int = 0) -> str:
 
 def _filled(message: Message, number: int) -> Message:
     """Return the message with a marker in each field that has content."""
-    made, content = dict(message), message.get("content")
+    made = dict(message)
+    content = message.get("content")
     if isinstance(content, str) and content.strip():
         found = content_of(message).thought if not any(message.get(name) for name in REASONING) else ""
         thought = f"<think>\n{_marker('thought', number)}\n</think>\n\n" if found.strip() else ""
@@ -148,7 +154,8 @@ def _filled(message: Message, number: int) -> Message:
             made[name] = _marker("thought", number)
     if message.get("name") and message.get("role") != "tool":
         made["name"] = _marker("name", number)
-    if calls := content_of(message).calls:
+    calls = content_of(message).calls
+    if calls:
         made["tool_calls"] = [
             {
                 **{name: value for name, value in outer.items() if name in ("id", "type")},
@@ -198,12 +205,14 @@ class _Text:
         """Return whether the text contains the words, ignoring white space, or each of them in turn."""
         dense = _dense(words)
         for begin in {self._at: None, 0: None}:
-            if (at := self._dense.find(dense, begin)) >= 0:
+            at = self._dense.find(dense, begin)
+            if at >= 0:
                 self._at = at + len(dense) if ordered else self._at
                 return True
         at = 0
         for word in _WORDS.findall(words):
-            if (at := self._text.find(word, at)) < 0:
+            at = self._text.find(word, at)
+            if at < 0:
                 return False
             at += len(word)
         if _WORDS.search(words):
@@ -230,7 +239,9 @@ def check_words(
     written = _texts_of(examples)
     thoughts = True
     for number, message in enumerate(messages[: turns[-1] + 1]):
-        text, said, role = written.get(number, everything), content_of(message), str(message.get("role"))
+        text = written.get(number, everything)
+        said = content_of(message)
+        role = str(message.get("role"))
         field = role if role != "assistant" else BESIDE if said.calls else TEXT
         _require(text, said.answer, field, template, ordered=number not in written)
         for call, json_text in zip(said.calls, _json_arguments(message), strict=True):

@@ -49,9 +49,7 @@ class Document(Protocol):
         """Return the hash of the text that it comes from."""
         ...
 
-    def columns(self) -> Mapping[str, np.ndarray]:
-        """Return its columns by name, int32."""
-        ...
+    def columns(self) -> Mapping[str, np.ndarray]: ...
 
 
 class Piece(NamedTuple):
@@ -147,8 +145,11 @@ class Encoder(RowEncoder):
         max_length: int,
         options: ChatOptions = ChatOptions(),  # noqa: B008
     ) -> None:
-        self.tokenizer, self.format, self.template = tokenizer, format, template
-        self.max_length, self.options = max_length, options
+        self.tokenizer = tokenizer
+        self.format = format
+        self.template = template
+        self.max_length = max_length
+        self.options = options
         self.end = tokenizer.eos_token_id
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.beginning = tokens_before_text(tokenizer)
@@ -168,7 +169,8 @@ class Encoder(RowEncoder):
     def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
         """Yield the documents of numbered rows; rows that cannot be used are counted."""
         texts: list[tuple[int, str]] = []
-        waiting, held = list[MaskedText](), 0
+        waiting = list[MaskedText]()
+        held = 0
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
@@ -189,7 +191,8 @@ class Encoder(RowEncoder):
                 held += sum(len(part.text) for part in waiting[len(waiting) - len(made.examples) :])
             if held > HELD:
                 yield from self._pieces(waiting, tally)
-                waiting, held = [], 0
+                waiting = []
+                held = 0
         for (number, text), blocks in groupby(self._blocks_of(texts), key=lambda block: block[0]):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         yield from self._pieces(waiting, tally)
@@ -226,8 +229,10 @@ class Encoder(RowEncoder):
             RowFault: An id that the tokenizer lacks, an empty answer, or a prompt that leaves no room for it.
         """
         assert sample.sampled is not None
-        prompt, completion = sample.sampled.prompt, sample.sampled.completion
-        if (largest := max(*prompt, *completion)) >= len(self.tokenizer):
+        prompt = sample.sampled.prompt
+        completion = sample.sampled.completion
+        largest = max(*prompt, *completion)
+        if largest >= len(self.tokenizer):
             raise RowFault("wrong type", f"token id {largest:,}, and the tokenizer has {len(self.tokenizer):,}")
         text = self.tokenizer.decode(completion, skip_special_tokens=True)
         if self.options.empty_answers == "drop" and not text.strip():
@@ -243,7 +248,8 @@ class Encoder(RowEncoder):
 
     def _pieces(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[Piece]:
         """Yield chats and pairs as documents, without examples that are too long, which are counted."""
-        kept, faults = set[int](), dict[int, list[RowFault]]()
+        kept = set[int]()
+        faults = dict[int, list[RowFault]]()
         for part, ids, labels in self.encode_partly(parts, tally):
             if (labels := labels[: self.max_length]).max() == IGNORE_INDEX:
                 faults.setdefault(part.number, []).append(RowFault(TOO_LONG, f"{len(ids)} tokens"))
@@ -301,12 +307,16 @@ class Encoder(RowEncoder):
     def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[MaskedText]:
         """Return the texts of a chat or a pair with the ranges to train on."""
         if sample.messages is None:
-            prompt, text = sample.prompt or "", sample.text or ""
+            prompt = sample.prompt or ""
+            text = sample.text or ""
             if self.format.kind == "prompts":
-                text, templated = self.end_text, "rendered" in self.format.columns
-                whole, span = encodable(prompt + text), (len(prompt), len(prompt) + len(text))
+                text = self.end_text
+                templated = "rendered" in self.format.columns
+                whole = encodable(prompt + text)
+                span = (len(prompt), len(prompt) + len(text))
                 return [MaskedText(number, whole, [span], templated, text_hash(whole))]
-            whole, span = encodable(prompt + text), (len(prompt), len(prompt) + len(text))
+            whole = encodable(prompt + text)
+            span = (len(prompt), len(prompt) + len(text))
             return [MaskedText(number, whole, [span], False, text_hash(whole), not sample.truncated)]
         origin = text_hash(encodable(made.examples[-1].text))
         examples = made.examples
@@ -332,7 +342,8 @@ class Encoder(RowEncoder):
                 characters += len(block)
                 if characters >= CALL:
                     yield from encode()
-                    waiting, characters = [], 0
+                    waiting = []
+                    characters = 0
         if waiting:
             yield from encode()
 
@@ -351,9 +362,13 @@ class Encoder(RowEncoder):
 
     def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: RowCounts) -> Iterator[Piece]:
         """Yield the pieces of one text from the ids of its blocks."""
-        origin, room = text_hash(text), self.max_length - len(self.beginning)
-        beginning, ids = np.array(self.beginning, dtype=np.int32), np.zeros(0, dtype=np.int32)
-        begun, cut, last = False, 0, [] if self.end is None else [self.end]
+        origin = text_hash(text)
+        room = self.max_length - len(self.beginning)
+        beginning = np.array(self.beginning, dtype=np.int32)
+        ids = np.zeros(0, dtype=np.int32)
+        begun = False
+        cut = 0
+        last = [] if self.end is None else [self.end]
 
         def pieces(count: int) -> Iterator[Piece]:
             for start in range(0, count, room):
@@ -366,9 +381,11 @@ class Encoder(RowEncoder):
                 continue
             before, last = self.around(part)
             ids = np.concatenate([ids, part if begun else part[len(beginning) - len(before) :]])
-            begun, whole = True, len(ids) // room * room
+            begun = True
+            whole = len(ids) // room * room
             yield from pieces(whole)
-            cut, ids = cut + whole, ids[whole:]
+            cut = cut + whole
+            ids = ids[whole:]
         ids = np.concatenate([ids, np.array(last, dtype=np.int32)])
         if cut + len(ids) + len(beginning) < 2:
             tally.drop(number, RowFault("too short", "fewer than two tokens"))
@@ -410,7 +427,8 @@ class Encoder(RowEncoder):
             merged = False
             if fast:
                 offsets = np.array(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
-                starts, ends = offsets[:, 0], offsets[:, 1]
+                starts = offsets[:, 0]
+                ends = offsets[:, 1]
                 assert (np.diff(starts) >= 0).all(), "tokens in the order of the text"
                 for start, end in spans:  # thousands in a long chat: only tokens that begin in one are visited
                     first, last = np.searchsorted(starts, [start, end])
@@ -454,13 +472,15 @@ def without_end(example: RenderedChat, content: str, special: re.Pattern[str]) -
         special: Pattern of the tokenizer's special tokens; those that the content ends with stay.
     """
     start, stop = example.spans[-1]
-    text, tail = example.text[:stop], content.rstrip()[-TAIL:]
+    text = example.text[:stop]
+    tail = content.rstrip()[-TAIL:]
     for match in reversed(list(special.finditer(text, start))):
         if (tail and text.rstrip().endswith(tail)) or text[match.end() :].strip():
             break
         text = text[: match.start()]
     # white space at the end was sampled as far as the content has it
-    written, sampled = text.rstrip(), content[len(content.rstrip()) :]
+    written = text.rstrip()
+    sampled = content[len(content.rstrip()) :]
     end = len(written) + (len(sampled) if text.startswith(sampled, len(written)) else 0)
     text = text[: max(start, end)]
     return example._replace(text=text, spans=[*example.spans[:-1], (start, len(text))])

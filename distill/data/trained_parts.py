@@ -35,7 +35,8 @@ def without_untrained(example: RenderedChat, messages: Sequence[Message]) -> Ren
 def _place_of(text: str, spans: Sequence[Span], content: str) -> int:
     """Return where a message's text begins within the ranges of its turn."""
     kept = content.strip()  # a template may strip it
-    start, end = spans[0][0], spans[-1][1]
+    start = spans[0][0]
+    end = spans[-1][1]
     found = text.find(kept, start, end)
     if found < 0 or text.find(kept, found + 1, end) >= 0:
         raise RowFault("train_detail cannot be located", f"{kept!r:.80} stands not exactly once in its turn")

@@ -31,7 +31,9 @@ from distill.teachers.objective import DistillationObjective, as_teacher
 Gradients = dict[str, torch.Tensor]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-SLACK, MOST = 2.0, 50.0  # a bound is at most SLACK x PyTorch's rounding and MOST x the usual bound
+# a bound is at most SLACK x PyTorch's rounding and MOST x the usual bound
+SLACK = 2.0
+MOST = 50.0
 TERMS = tuple(
     LossTerm(kind, 1.0, **({row.parameter: row.default} if row.parameter else {})) for kind, row in DIVERGENCES.items()
 )
@@ -86,7 +88,6 @@ class CheckSetup:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the models."""
         return next(self.student.parameters()).device
 
     @property
@@ -129,7 +130,6 @@ class CheckSetup:
 
     @property
     def reference(self) -> Reference:
-        """Return the reference of the teacher's format."""
         return reference_of(self.teacher, self.weights, self.tokenizers)
 
     def reference_loss(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, Gradients]:
@@ -142,7 +142,6 @@ class CheckSetup:
         return loss.detach(), take_gradients(self.student)
 
     def objective(self) -> Any:
-        """Return a new objective on the models."""
         return DistillationObjective(self.teacher, self.student, self.loss, vocab_size=self.vocab_size)
 
     def batch(self, rows: Sequence[Row] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
@@ -156,7 +155,6 @@ class CheckSetup:
         return move_batch({**batch, **more}, self.device)
 
     def documents(self) -> list[dict[str, list[int]]]:
-        """Return the documents of all rows."""
         return [document for row in self.rows for document in split_row(row)]
 
     def packed_rows(self) -> list[Row]:
@@ -185,7 +183,9 @@ class CheckSetup:
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
     ) -> list[torch.Tensor]:
         """Return the loss of every trained token (or span), [N, metrics], without gradients, for each of `terms`."""
-        batch, objective, reference = self.batch(rows, **collator), self.objective(), self.reference
+        batch = self.batch(rows, **collator)
+        objective = self.objective()
+        reference = self.reference
         losses = [reference.single(objective, term) for term in terms] or [objective.loss]
         objective.loss = losses[0]  # a loss of hard labels alone would not use the teacher
         results: list[torch.Tensor] = []

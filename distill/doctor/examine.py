@@ -47,7 +47,8 @@ from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
 from distill.training.quantise import quantise_at_once
 
-ROWS, TOKENS = 6, 64
+ROWS = 6
+TOKENS = 64
 LARGE = 3_000_000_000  # parameters of both models, above which truncated copies are checked
 WIDE = Precision(torch.float32, torch.float32, torch.float32)
 
@@ -90,7 +91,8 @@ def _triton() -> Line:
         return Line("triton", True, f"{version}, not used on a CPU")
     from distill_kernels.layers.rms_norm import rms_norm
 
-    x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256, device="cuda")
+    x = torch.randn(4, 256, device="cuda")
+    weight = torch.ones(256, device="cuda")
     try:
         off = (rms_norm(x, weight, 1e-6) - torch.nn.functional.rms_norm(x, (256,), weight, 1e-6)).abs().max().item()
     except Exception as error:  # a broken compiler or driver may raise anything
@@ -163,7 +165,8 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     chosen_by = calibration_of(plain, splits)
     context = LoadContext(resolve_device(plain.train), WIDE, SINGLE_PROCESS, AttentionChoices(plain), chosen_by)
     pair = opened.enter_context(opened_pair(source, vocabulary, context))
-    student, teacher = pair.student, pair.teacher
+    student = pair.student
+    teacher = pair.teacher
     for field, model in teacher.models.items():
         if quantised_by_transformers(model):
             raise ValueError(
@@ -175,9 +178,11 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     # different layers for each: a student cut from the teacher must not become equal to it
     layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
-    small_student, small_teacher = truncated(student, [0, 1]), teacher.truncated_copy([0, 1 if ends else -1])
+    small_student = truncated(student, [0, 1])
+    small_teacher = teacher.truncated_copy([0, 1 if ends else -1])
     if small:
-        student, teacher = copy.deepcopy(small_student), small_teacher
+        student = copy.deepcopy(small_student)
+        teacher = small_teacher
 
     loss = recipe.loss.with_automatic_layers() if small else recipe.loss.with_kept_layers(pair.layer_indices)
 

@@ -44,7 +44,8 @@ def fused_equals_reference(subject: CheckSetup) -> CheckResult:
 
     Where the recipe's temperature is 1, also at temperature 2.
     """
-    differences, warm = [], subject.at_temperature_2()
+    differences = []
+    warm = subject.at_temperature_2()
     loss, gradients = _fused(subject)
     for each in (subject, warm):
         if each is None:
@@ -88,7 +89,8 @@ def accumulation_changes_nothing(subject: CheckSetup) -> CheckResult:
     """
     rows = subject.uneven_rows()
     uneven = replace(subject, rows=rows)
-    whole, single = _trainer_gradients(uneven, len(rows)), _trainer_gradients(uneven, 1)
+    whole = _trainer_gradients(uneven, len(rows))
+    single = _trainer_gradients(uneven, 1)
     finding = _within_tolerance(
         "accumulation",
         f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1",
@@ -200,7 +202,9 @@ def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
     """
     if subject.data_fault is not None:
         return CheckResult("same tokens", False, subject.data_fault)
-    objective, batch, reference = subject.objective(), subject.batch(), subject.reference
+    objective = subject.objective()
+    batch = subject.batch()
+    reference = subject.reference
     if not objective.needs_targets:  # hard labels alone: check the teacher's inputs too
         objective.loss = reference.single(objective, subject.divergences[0])
     reads = [(decoder_of(bare(model)), inputs) for model, inputs in reference.reads(subject.student, batch)]
@@ -244,8 +248,10 @@ def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
 def every_loss_has_a_gradient(subject: CheckSetup) -> CheckResult:
     """Check that each trained token with a loss has a gradient at the student's last hidden state."""
     (losses,) = subject.token_losses()
-    objective, batch = subject.objective(), subject.batch()
-    loss_of, seen = objective.loss_of, []
+    objective = subject.objective()
+    batch = subject.batch()
+    loss_of = objective.loss_of
+    seen = []
 
     def remember(hidden: torch.Tensor, *call: Any) -> Any:
         if hidden.requires_grad:
@@ -264,7 +270,8 @@ def every_loss_has_a_gradient(subject: CheckSetup) -> CheckResult:
     differ = losses[:, 0].abs() > subject.tolerance
     norms = seen[0].grad.flatten(0, 1)[batch["valid_rows"]].norm(dim=-1)
     if len(norms) != len(losses):  # a loss of spans, each of several tokens
-        differ, norms = differ.any()[None], norms.sum()[None]
+        differ = differ.any()[None]
+        norms = norms.sum()[None]
     still = int((differ & ((norms == 0) | norms.isnan()).to(differ.device)).sum())
     return CheckResult(
         "gradients",
@@ -324,7 +331,8 @@ def _within_tolerance(name: str, what: str, subject: CheckSetup, differences: Se
 
 def _fused(subject: CheckSetup, *, workspace: int | None = None) -> tuple[torch.Tensor, Gradients]:
     """Return loss and gradients as training computes them."""
-    objective, batch = subject.objective(), subject.batch()
+    objective = subject.objective()
+    batch = subject.batch()
     objective.loss.workspace = workspace
     with subject.in_eval_mode():
         loss = subject.student(**objective.student_inputs(batch, statistics=False))["loss"]
@@ -347,7 +355,8 @@ def _trainer_gradients(subject: CheckSetup, batch_size: int) -> Gradients:
             use_cpu=subject.device.type == "cpu",
             save_strategy="no",
         )
-        loss, columns = subject.loss, subject.vocab_size
+        loss = subject.loss
+        columns = subject.vocab_size
         trainer = DistillationTrainer(subject.student, subject.teacher, arguments, loss=loss, vocab_size=columns)
         collate: Any = trainer.data_collator
         batches = [

@@ -25,7 +25,8 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
     if rollouts is None:
         return CheckResult("rollouts", None, NOT_ON_POLICY)
     subject = subject.truncated()
-    own, collate = rollouts.by(subject.student, fraction=1.0, log_probs=True), Collator(rollouts.pad)
+    own = rollouts.by(subject.student, fraction=1.0, log_probs=True)
+    collate = Collator(rollouts.pad)
     plain = [{name: part[name] for name in ("input_ids", "labels", "position_ids")} for part in subject.documents()]
     differences = []
     with torch.no_grad(), subject.in_eval_mode():
@@ -40,7 +41,8 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
             for parameter in subject.student.parameters():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(noise, alpha=CHANGE * (parameter.abs().mean().item() + 1e-2))
-    worst, allowed = max(differences), subject.tolerance
+    worst = max(differences)
+    allowed = subject.tolerance
     before, after = (f"{each:.1e}" for each in differences)
     return CheckResult(
         "rollouts",
@@ -59,10 +61,12 @@ def rollouts_end(subject: CheckSetup) -> CheckResult:
     if rollouts is None:
         return CheckResult("end of turn", None, NOT_ON_POLICY)
     missing = sum(token not in rollouts.ends for token in subject.last_tokens)
-    open_ended, documents = 0, subject.documents()
+    open_ended = 0
+    documents = subject.documents()
     for document in documents:
         learned = [label for label in document["labels"] if label != IGNORE_INDEX]
-        if starts := document.get("answer_starts"):  # labels at the begins of spans alone
+        starts = document.get("answer_starts")
+        if starts:  # labels at the begins of spans alone
             learned = document["input_ids"][starts[-2] :]
         longest = max(len(document[name]) for name in ("input_ids", "teacher_input_ids") if name in document)
         cut = len(learned) == rollouts.max_new_tokens or longest == rollouts.max_length

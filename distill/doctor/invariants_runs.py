@@ -56,7 +56,8 @@ def resume_is_exact(subject: CheckSetup) -> CheckResult:
     stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
     gpu = subject.device.type == "cuda"
     with tempfile.TemporaryDirectory() as name, _deterministic(gpu):
-        whole, parts = Path(name) / "whole", Path(name) / "parts"
+        whole = Path(name) / "whole"
+        parts = Path(name) / "parts"
 
         def trainer(folder: Path) -> DistillationTrainer:
             torch.manual_seed(1)
@@ -215,7 +216,8 @@ def failure_reason(errors: str) -> str:
         if match and not match[1].startswith(LAUNCHER):
             return match[1].strip()[:300]
     for line in lines:
-        if match := ENDED.search(line):
+        match = ENDED.search(line)
+        if match:
             number = int(match[1])
             known = {int(entry): entry.name for entry in signal.Signals}
             return f"a process was ended by {known.get(number, f'signal {number}')}" + (

@@ -50,10 +50,12 @@ def machine_lines() -> list[Line]:
     found = {name: version_of(name) for name in MORE_LIBRARIES}
     lines = [Line("libraries", True, ", ".join(f"{name} {value}" for name, value in found.items() if value))]
     if torch.cuda.is_available():
-        cudnn, hip = torch.backends.cudnn.version(), torch.version.hip
+        cudnn = torch.backends.cudnn.version()
+        hip = torch.version.hip
         lines.append(Line("runtime", True, f"CUDA {torch.version.cuda}, HIP {hip}, cuDNN {cudnn}"))
         for index in range(torch.cuda.device_count()):
-            facts, names = device_facts(torch.device("cuda", index)), torch.cuda.get_device_properties(index)
+            facts = device_facts(torch.device("cuda", index))
+            names = torch.cuda.get_device_properties(index)
             detail = f"{facts.family} ({names.major}.{names.minor}), {facts.multiprocessors} multiprocessors, "
             lines.append(
                 Line(
@@ -82,7 +84,8 @@ def _folders() -> list[Line]:
     }
     lines = []
     for name, place in places.items():
-        free, writable = free_bytes(place) / GIB, os.access(nearest_existing(place), os.W_OK)
+        free = free_bytes(place) / GIB
+        writable = os.access(nearest_existing(place), os.W_OK)
         detail = f"{place}, {free:.0f} GiB free" + ("" if writable else ", not writable")
         lines.append(Line(name, writable and free >= 1, detail))
     return lines
@@ -131,11 +134,14 @@ def run_in_processes(
             with _interpreting(device):
                 process.start()
             sender.close()
-            begun, started, why = False, False, f"no result for {limit_s:.0f} s"
+            begun = False
+            started = False
+            why = f"no result for {limit_s:.0f} s"
             try:
                 while receiver.poll(limit_s):
                     result = receiver.recv()
-                    started, begun = True, result is None
+                    started = True
+                    begun = result is None
                     if result is not None:
                         yield result
                         jobs = jobs[1:]

@@ -21,8 +21,11 @@ from distill_kernels.launch import HAS_TRITON, device_facts, interpreted
 from distill.doctor.check_result import CheckResult
 from distill.models.gpu_specs import gpu_spec_of
 
-SLACK, FLOOR = 2.0, {torch.float32: 5e-6, torch.bfloat16: 5e-3}
-LEAST_COPY, LEAST_GEMM = 0.6, 0.4  # smallest fraction of the data sheet's rates
+SLACK = 2.0
+FLOOR = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
+# smallest fraction of the data sheet's rates
+LEAST_COPY = 0.6
+LEAST_GEMM = 0.4
 BUSY = "; another program uses the GPU, or it is throttled (nvidia-smi -q -d PERFORMANCE)"
 Tensor = torch.Tensor
 CHECKS = EXAMPLES
@@ -65,7 +68,8 @@ def results_of(example: Example, tensors: dict[str, Tensor]) -> list[Tensor]:
 
 def _error(x: Tensor, exact: Tensor) -> float:
     """Return ||x - exact|| / ||exact||; infinite if there is a NaN."""
-    x, exact = x.detach().double().cpu(), exact.detach().double().cpu()
+    x = x.detach().double().cpu()
+    exact = exact.detach().double().cpu()
     error = ((x - exact).norm() / exact.norm().clamp(min=1e-30)).item()
     return error if error == error else float("inf")
 
@@ -103,7 +107,8 @@ def _path(launched: dict[str, Any]) -> str:
     texts = []
     for name, kernel in launched.items():
         if getattr(kernel, "n_regs", None) is not None:
-            spilled, shared = 4 * (getattr(kernel, "n_spills", None) or 0), kernel.metadata.shared / 1024
+            spilled = 4 * (getattr(kernel, "n_spills", None) or 0)
+            shared = kernel.metadata.shared / 1024
             name += f" ({kernel.n_regs} registers, {spilled} bytes spilled, {shared:.0f} KiB shared)"
         texts.append(name)
     where = "" if any(hasattr(kernel, "asm") for kernel in launched.values()) else " in its interpreter"

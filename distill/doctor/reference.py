@@ -56,7 +56,8 @@ class Reference:
 
     def __init__(self, teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> None:
         self.teacher: Any = teacher
-        self.weights, self.tokenizers = tuple(weights), tokenizers
+        self.weights = tuple(weights)
+        self.tokenizers = tokenizers
 
     @property
     def mixed(self) -> Sequence[Any]:
@@ -138,7 +139,8 @@ class Reference:
         """Return a description of the compared outputs and the largest mean divergence of them from themselves."""
         if isinstance(self.teacher.format, MixtureFormat):
             return self._mixture_from_itself(batch, terms)
-        hidden, transform = self.teacher.targets(batch), self.teacher.format.transform
+        hidden = self.teacher.targets(batch)
+        transform = self.teacher.format.transform
         with self.teacher.format.head.open() as head:
             both = (hidden.to(head.weight.dtype), head.weight) * 2
             losses = [build_loss([term], LogitTransforms(transform, transform)) for term in terms]
@@ -152,13 +154,16 @@ class Reference:
         Only the first columns of the vocabulary are used, since such a head is a square matrix.
         """
         keep = (shift_left(batch["labels"]) != IGNORE_INDEX).flatten()
-        heads, logits = [], []
+        heads = []
+        logits = []
         for share, hidden, member in zip(
             self.weights, self.teacher.targets(batch), self.teacher.format.members, strict=True
         ):
-            rows, (scale, cap) = hidden.flatten(0, -2)[keep], member.transform
+            rows = hidden.flatten(0, -2)[keep]
+            scale, cap = member.transform
             with member.head.open() as head:
-                weight, bias = head.weight[:COLUMNS], None if head.bias is None else head.bias[:COLUMNS]
+                weight = head.weight[:COLUMNS]
+                bias = None if head.bias is None else head.bias[:COLUMNS]
             heads.append(TeacherHead(rows, weight, share, bias, scale, cap))
             z = scale * F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
             logits.append((share, z if not cap else cap * torch.tanh(z / cap)))
@@ -192,7 +197,8 @@ class Reference:
             if not hasattr(tokenizer, "tokenizer")
         ]
         verdict = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
-        same, detail = verdict.compatible, f"same ids and positions; {verdict}"
+        same = verdict.compatible
+        detail = f"same ids and positions; {verdict}"
         if self.teacher.rows.reading != "context":
             return same, detail
         prompt = self.teacher.prompt if isinstance(self.teacher, ContextTeacher) else None
@@ -221,9 +227,11 @@ def context_verdict(batch: Batch, *, private_context: bool = True) -> tuple[bool
         labels = batch["labels"][row].tolist()
         for (a, b), (c, d) in zip(document_bounds(positions), document_bounds(other_positions), strict=False):
             document = {"labels": labels[a:b]}
-            if (first := first_trained(document)) is None:
+            first = first_trained(document)
+            if first is None:
                 continue
-            answer, prompt = own[a + first : b], own[a : a + first]
+            answer = own[a + first : b]
+            prompt = own[a : a + first]
             if other[d - len(answer) : d] != answer:
                 return False, "a response has other tokens in the teacher's input"
             if not private_context:

@@ -36,7 +36,8 @@ def layer_loss(
         dtype: Dtype in which distances are computed.
     """
     keep = shift_left(batch["labels"]) != IGNORE_INDEX
-    own, other = _states(student, batch), _states(teacher, batch)
+    own = _states(student, batch)
+    other = _states(teacher, batch)
     configs = [bare(model).config.get_text_config() for model in (student, teacher)]  # type: ignore[union-attr,operator]
     total = torch.zeros((), dtype=dtype, device=keep.device)
     for term in loss.terms:
@@ -70,9 +71,11 @@ def _states(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> LayerStates:
 def _distance(
     term: HiddenStateTerm, student: torch.Tensor, teacher: torch.Tensor, keep: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    s, t = student[keep].to(dtype), teacher[keep].to(dtype)
+    s = student[keep].to(dtype)
+    t = teacher[keep].to(dtype)
     if term.projection == "learned":  # as it begins
-        width, wanted = s.shape[-1], t.shape[-1]
+        width = s.shape[-1]
+        wanted = t.shape[-1]
         drawn = torch.randn(wanted, width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
         s = s @ (drawn if width != wanted else torch.eye(width)).to(s).T
     return ((s - t) ** 2).mean(-1) if term.metric == "mse" else 1 - F.cosine_similarity(s, t, dim=-1)

@@ -62,10 +62,12 @@ def token_loss(
             if term.tail == "sampled":
                 soft = soft + term.weight * with_sampled_tail(z_s, log_s, log_t, own, labels)
                 continue
-            p, q = (_outcomes(x.exp().gather(-1, own), term.tail) for x in (log_s, log_t))
+            p = _outcomes(log_s.exp().gather(-1, own), term.tail)
+            q = _outcomes(log_t.exp().gather(-1, own), term.tail)
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
         if isinstance(term, PolicyGradientTerm):  # the labels are on-policy samples at temperature 1
-            p_s, p_t = (z.to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
+            p_s = z_s.to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0]
+            p_t = teachers[0][1].to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0]
             scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
             gains = (p_t.log() - p_s.log()).tolist()
             for place in range(len(gains) - 2, -1, -1):
@@ -82,7 +84,8 @@ def with_sampled_tail(
     z: torch.Tensor, log_s: torch.Tensor, log_t: torch.Tensor, own: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
     """Return the generalised KL over the tokens `own`, plus the label's, as it was drawn just now, where it is none."""
-    p, q = log_s.exp(), log_t.exp()
+    p = log_s.exp()
+    q = log_t.exp()
     each = torch.xlogy(p, p) - torch.xlogy(p, q) - p + q
     label = labels[:, None]
     weight = z.detach().softmax(-1).gather(-1, label).reciprocal() * (own != label).all(-1, keepdim=True)
@@ -117,10 +120,12 @@ def top_k_loss(
         labels: Next tokens, int64 [N].
         loss: Loss with forward or reverse KL, and cross-entropy.
     """
-    ids, q = teacher[0], teacher[1].to(dtype)
+    ids = teacher[0]
+    q = teacher[1].to(dtype)
     z_s = student.to(dtype)
     p = F.softmax(z_s / loss.temperature, dim=-1).gather(-1, ids)
-    q, p = (_outcomes(x, tail) for x in (q, p))
+    q = _outcomes(q, tail)
+    p = _outcomes(p, tail)
     soft = z_s.new_zeros(len(z_s))
     for term in loss.terms:
         if term.type == "forward_kl":
@@ -165,7 +170,8 @@ def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Te
 def as_specified(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Tensor:
     """Return the terms of a divergence that is defined nowhere in doctor, by the specification of the kernels."""
     plain = make_objective([LossTerm(term.type, 1.0, getattr(term, "beta", None), getattr(term, "alpha", None))])
-    (kind,), (parameter,) = plain.kinds, plain.parameters
+    (kind,) = plain.kinds
+    (parameter,) = plain.parameters
     return reference_terms(kind, parameter, log_s, log_t, log_s.exp(), log_t.exp())[0]
 
 

@@ -37,7 +37,8 @@ class RoutedReference(Reference):
         found: list[Reference] = []
         ends = accumulate(map(len, self.teacher.groups()))
         for part, group, end in zip(self.teacher.parts(), self.teacher.groups(), ends, strict=True):
-            begin, kind = end - len(group), OTHERS.get(type(part.teacher.format), Reference)
+            begin = end - len(group)
+            kind = OTHERS.get(type(part.teacher.format), Reference)
             both = None if self.tokenizers is None else (self.tokenizers[begin], self.tokenizers[-1])
             found.append(kind(part.teacher, self.weights[begin:end], both))
         return found
@@ -50,14 +51,16 @@ class RoutedReference(Reference):
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
         """Return the mean loss over the trained tokens of all documents."""
         device = batch["labels"].device
-        total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        count = 0
         heads = self.teacher.format.pair(LogitTransform(), student.get_output_embeddings().weight.shape[0], columns)
         for row in rows:
             for document in split_row(row):
                 own = self.by_route[document["route"][0]]
                 own.dtype = self.dtype
                 losses, learned = own.document_loss(student, document, device, loss, heads.columns)
-                total, count = total + losses, count + learned
+                total = total + losses
+                count = count + learned
         return total / max(count, 1)
 
     @property
@@ -83,7 +86,8 @@ class RoutedReference(Reference):
         groups = self.teacher.groups()
         prefixes = [sorted(set(map(column_prefix, group))) for group in groups]
         for number, reading in [(n, prefix) for n, found in enumerate(prefixes) for prefix in found]:
-            group, lines = [member for member in groups[number] if column_prefix(member) == reading], []
+            group = [member for member in groups[number] if column_prefix(member) == reading]
+            lines = []
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
@@ -107,9 +111,11 @@ class RoutedReference(Reference):
         """Extend the check of one teacher by the number of trained tokens per route."""
         verdicts = [] if len(self.spans) == len(self.by_route) else [super().same_tokens(batch, columns, student_rows)]
         for number, _, own in self.teacher.batches(batch):
-            if (spans := self.by_route[number]) in self.spans:
+            spans = self.by_route[number]
+            if spans in self.spans:
                 verdicts.append(spans.same_tokens(own, columns, student_rows))
-        same, detail = all(fine for fine, _ in verdicts), "; ".join(text for _, text in verdicts)
+        same = all(fine for fine, _ in verdicts)
+        detail = "; ".join(text for _, text in verdicts)
         routes = batch["routes"].flatten()[batch["valid_rows"]].tolist()
         counts = ", ".join(f"{routes.count(n):,} of {name}" for n, name in enumerate(self.teacher.routes))
         return same and -1 not in routes, f"{detail}; documents go to their own teacher; trained tokens: {counts}"

@@ -46,7 +46,8 @@ class SpansReference(Reference):
         self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
     ) -> torch.Tensor:
         """Return the loss row by row without padding, from both models' full logits and the rows' spans."""
-        losses, device = [], batch["input_ids"].device
+        losses = []
+        device = batch["input_ids"].device
         for row in rows:
             inputs = {name: torch.tensor(row[name], device=device)[None] for name in INPUTS}
             z_s = student(**inputs, use_cache=False).logits[0].to(self.dtype)
@@ -74,7 +75,9 @@ class SpansReference(Reference):
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Compare the teacher with itself over its own spans, with all and with half of its tokens shared."""
-        targets, own, values = self.teacher.targets(batch), self.teacher.hidden, []
+        targets = self.teacher.targets(batch)
+        own = self.teacher.hidden
+        values = []
         ids = targets.teacher_ids
         itself = SpanTargets(targets.hidden, Spans(targets.spans.teacher, targets.spans.teacher), ids, ids)
         with own.head.open() as head:
@@ -96,7 +99,8 @@ class SpansReference(Reference):
         spans = batch["spans"].tolist()
         if batch["valid_rows"].tolist() != [a - 1 for a, *_ in spans]:
             return False, "trained tokens are not the first tokens of spans"
-        own, others = (batch[name].flatten().tolist() for name in ("input_ids", "teacher_input_ids"))
+        own = batch["input_ids"].flatten().tolist()
+        others = batch["teacher_input_ids"].flatten().tolist()
         count = 0
         for a, b, c, d in spans:
             tokens = own[a:b], others[c:d]
@@ -155,30 +159,43 @@ def dense_spans(student: Logits, teacher: Logits, spans: Spans, shared: Sequence
         spans: int64 [M, 2] each: first token and end.
         shared: Ids of shared tokens, [C] of the student and [C] of the teacher.
     """
-    (z_s, ids_s), (z_t, ids_t), terms = student, teacher, loss_terms(loss)
-    log_s, log_t = ((z / loss.temperature).log_softmax(-1).unbind() for z in (z_s, z_t))
+    z_s, ids_s = student
+    z_t, ids_t = teacher
+    terms = loss_terms(loss)
+    log_s = (z_s / loss.temperature).log_softmax(-1).unbind()
+    log_t = (z_t / loss.temperature).log_softmax(-1).unbind()
     hard = z_s.log_softmax(-1).unbind()
     soft = [term for term in terms if term.type != "cross_entropy"]
     ce = sum(term.weight for term in terms if term.type == "cross_entropy")
     scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
     mine, theirs = (torch.as_tensor(ids, device=z_s.device) for ids in shared)
     known = (mine < z_s.shape[-1]) & (theirs < z_t.shape[-1])
-    mine, theirs = mine[known], theirs[known]
+    mine = mine[known]
+    theirs = theirs[known]
     losses = []
     for (a, b), (c, d) in zip(spans.student.tolist(), spans.teacher.tolist(), strict=True):
-        text_s, text_t = _text(log_s, ids_s, a, b), _text(log_t, ids_t, c, d)
-        p, q = log_s[a - 1].exp(), log_t[c - 1].exp()
-        u, w = ids_s[a], ids_t[c]
-        ones, others = mine, theirs
-        pairs_p, pairs_q = [], []
+        text_s = _text(log_s, ids_s, a, b)
+        text_t = _text(log_t, ids_t, c, d)
+        p = log_s[a - 1].exp()
+        q = log_t[c - 1].exp()
+        u = ids_s[a]
+        w = ids_t[c]
+        ones = mine
+        others = theirs
+        pairs_p = []
+        pairs_q = []
         if (b - a, d - c) != (1, 1) or not bool(((mine == u) & (theirs == w)).any()):
             # the text is an outcome of its own, so its mass is taken from the tokens that it begins with
-            pairs_p, pairs_q = [text_s.exp()[None]], [text_t.exp()[None]]
-            p, q = _less(p, u, text_s.exp()), _less(q, w, text_t.exp())
+            pairs_p = [text_s.exp()[None]]
+            pairs_q = [text_t.exp()[None]]
+            p = _less(p, u, text_s.exp())
+            q = _less(q, w, text_t.exp())
             apart = (mine == u) | (theirs == w)
-            ones, others = mine[~apart], theirs[~apart]
+            ones = mine[~apart]
+            others = theirs[~apart]
         both = torch.cat([*pairs_p, p[ones]]), torch.cat([*pairs_q, q[others]])
-        rest_s, rest_t = _without(p, ones), _without(q, others)
+        rest_s = _without(p, ones)
+        rest_t = _without(q, others)
         total = sum(term.weight for term in soft) * _by_size(rest_s, rest_t)
         total = total + sum(term.weight * _part(term, *both).sum() for term in soft)
         losses.append(scale * total - ce * _text(hard, ids_s, a, b))
@@ -203,7 +220,8 @@ def _without(p: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def _by_size(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Return the sum of absolute differences of both distributions, each sorted by probability."""
     width = max(len(p), len(q))
-    p, q = (torch.nn.functional.pad(x, (0, width - len(x))).sort(descending=True).values for x in (p, q))
+    p = torch.nn.functional.pad(p, (0, width - len(p))).sort(descending=True).values
+    q = torch.nn.functional.pad(q, (0, width - len(q))).sort(descending=True).values
     return (p - q).abs().sum()
 
 

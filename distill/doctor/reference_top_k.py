@@ -62,12 +62,14 @@ class TopKReference(Reference):
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
         stored = self.stored(rows, batch)
         tail = self.manifest["tail"]
-        ids, probabilities = stored["ids"].long(), stored["logprobs"].double().exp()
+        ids = stored["ids"].long()
+        probabilities = stored["logprobs"].double().exp()
         if tail != "sampled":  # rounding changed their sum; the separately stored tail is exact
             share = 1 - stored["tail"].double().clamp_min(LEAST_TAIL).exp()
             probabilities = probabilities * (share / probabilities.sum(-1))[:, None]
         z_s = z_s[:, : columns or self.manifest["vocabulary"]]
-        if (term := loss.tailed) is not None:
+        term = loss.tailed
+        if term is not None:
             log_t = torch.zeros_like(z_s, dtype=self.dtype).scatter(-1, ids, probabilities.log().to(self.dtype))
             label = labels[keep][:, None]
             log_t = log_t.scatter(

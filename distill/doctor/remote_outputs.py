@@ -46,7 +46,8 @@ class OutputReader(NamedTuple):
 def stored_logits(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
     """Return fp64 logits from the hidden states and the head in a cache's files."""
     device = batch["input_ids"].device
-    manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
+    manifest = teacher.cache.manifest
+    head = load_file(teacher.cache.path / HEAD, device=str(device))
     stored = {name: value.to(device).double() for name, value in teacher.cache.look_up(list(rows)).items()}
     hidden = stored["cached_hidden"]
     if "cached_hidden_scale" in stored:
@@ -85,7 +86,8 @@ def store_filler(teacher: Teacher) -> Teacher:
 def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
     """Return the logits [N, V] of the trained positions of a teacher without a model in this process."""
     own = store_filler(teacher)
-    if (reader := OUTPUT_READERS.get(type(own))) is None:
+    reader = OUTPUT_READERS.get(type(own))
+    if reader is None:
         return own.reference_logits(batch["input_ids"]).flatten(0, 1)[batch["valid_rows"]]
     return reader.logits(own, rows, batch)
 
@@ -100,7 +102,9 @@ def remote_tokens(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> Stored
 
 def _computed_tokens(teacher: Teacher, own: Teacher, batch: Batch) -> Stored:
     """Return the K most probable tokens from the full logits of a model in this process."""
-    (model,), plan, places = own.models.values(), teacher.format.manifest, batch["valid_rows"]  # type: ignore[attr-defined]
+    (model,) = own.models.values()
+    plan = teacher.format.manifest  # type: ignore[attr-defined]
+    places = batch["valid_rows"]
     inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     z = model(**inputs, use_cache=False).logits.flatten(0, 1)[places].double()[:, : plan["vocabulary"]]
     labels = shift_labels(batch["labels"]).flatten()[places]
@@ -132,7 +136,8 @@ def logits_of(teacher: Teacher, document: Row, device: torch.device) -> torch.Te
         device: Of the logits, and of the model.
     """
     inner, (row,) = as_read(teacher, [document])
-    ids, labels = (torch.as_tensor(row[name], device=device)[None] for name in ("input_ids", "labels"))
+    ids = torch.as_tensor(row["input_ids"], device=device)[None]
+    labels = torch.as_tensor(row["labels"], device=device)[None]
     places = valid_rows(labels)
     if not inner.models:
         return remote_logits(inner, [row], {"input_ids": ids, "labels": labels, "valid_rows": places})

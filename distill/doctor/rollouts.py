@@ -91,7 +91,8 @@ class StudentRollouts:
         """Return `OnPolicyRollouts` for a training run: with two responses per prompt where the loss has a reward."""
         own = self.by(student)
         if self.reward_scale is not None:
-            own.samples, own.rewards = 2, substitute_rewards(self.reward_scale)
+            own.samples = 2
+            own.rewards = substitute_rewards(self.reward_scale)
         return own
 
     def with_responses(

@@ -22,7 +22,8 @@ POINTERS = {"spans": (0, 0, 1, 1), "answer_starts": (0, 1)}
 def split_row(row: Row) -> list[Document]:
     """Return the documents of a packed row, split where the positions of both readings restart."""
     own = [name for name in row if name not in (*OTHERS, *POINTERS, "route")]
-    begins, found = document_bounds(row["position_ids"]), list[Document]()
+    begins = document_bounds(row["position_ids"])
+    found = list[Document]()
     others = document_bounds(row[OTHERS[1]]) if OTHERS[1] in row else begins
     for number, ((a, b), (c, d)) in enumerate(zip(begins, others, strict=True)):
         document = {name: list(row[name][a:b]) for name in own}
@@ -56,7 +57,8 @@ def shorten(document: Row, tokens: int) -> Document | None:
     Aligned spans are cut after the last one that ends before the limit; readings with the same answer, which end alike,
     by the same number of tokens.
     """
-    first, length = first_trained(document), len(document["input_ids"])
+    first = first_trained(document)
+    length = len(document["input_ids"])
     if first is None:
         return None
     stop = min(cut_length(first, tokens), length)
@@ -65,7 +67,8 @@ def shorten(document: Row, tokens: int) -> Document | None:
     if len(spans := _pointers(document, "spans")):
         spans = spans[spans[:, 1] <= max(stop, int(spans[0, 1]))]
         starts = _pointers(document, "answer_starts")
-        stop, other = int(spans[-1, 1]), int(spans[-1, 3])
+        stop = int(spans[-1, 1])
+        other = int(spans[-1, 3])
         cut |= {"spans": spans.ravel().tolist(), "answer_starts": starts[starts[:, 0] <= spans[-1, 0]].ravel().tolist()}
     kept = (*POINTERS, "route")
     return {
@@ -138,7 +141,8 @@ def packing_fault(rows: Iterable[Row], alone: Iterable[Row]) -> str | None:
     known = {_key(row) for row in alone}
     for number, row in enumerate(rows):
         documents = split_row(row)
-        if unknown := [len(document["input_ids"]) for document in documents if _key(document) not in known]:
+        unknown = [len(document["input_ids"]) for document in documents if _key(document) not in known]
+        if unknown:
             return (
                 f"row {number} of the training data, split where its positions restart, holds {len(documents)} "
                 f"documents, {len(unknown)} of which are not in the data (the first has {unknown[0]} tokens): "

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-DRAWS, LEVEL = 2000, 0.95
+DRAWS = 2000
+LEVEL = 0.95
 EDGES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # quantiles of an interval
 AT_ONCE = 1 << 22  # largest draws x rows held in memory
 
@@ -63,7 +64,8 @@ def _resampled(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
     rows = len(values)
     if rows < 2:
         return np.full((draws, values.shape[1]), np.nan)
-    random, at_once = np.random.default_rng(seed), max(1, AT_ONCE // rows)
+    random = np.random.default_rng(seed)
+    at_once = max(1, AT_ONCE // rows)
     parts = []
     for start in range(0, draws, at_once):
         often = random.multinomial(rows, np.full(rows, 1 / rows), size=min(at_once, draws - start))

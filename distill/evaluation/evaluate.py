@@ -119,7 +119,8 @@ def evaluate(
     borrowed = objective is not None
     objective = objective or DistillationObjective(teacher, student, "forward_kl")
     collator = Collator(0, columns=objective.teacher.columns)  # padding is masked, and a document of its own
-    loss, objective.loss = objective.loss, objective.held_out_loss()
+    loss = objective.loss
+    objective.loss = objective.held_out_loss()
     try:
         with torch.no_grad(), eval_mode(student), autocast_context(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)

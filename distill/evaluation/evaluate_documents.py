@@ -152,7 +152,8 @@ def evaluate_spans(
     objective = DistillationObjective(CrossTeacher(teacher, shared), student)
     objective.loss = objective.held_out_loss()
     collate = Collator(0, columns=objective.teacher.columns)
-    sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
+    sums = np.zeros((len(rows), len(FIGURES)))
+    counts = np.zeros(len(rows))
     try:
         with eval_mode(student, teacher):
             for number, row in enumerate(rows):
@@ -204,7 +205,8 @@ def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor)
     def entropy(p: torch.Tensor) -> torch.Tensor:
         return -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(-1)
 
-    at, top = labels[:, None], unique_argmax(student)
+    at = labels[:, None]
+    top = unique_argmax(student)
     agreement = (top >= 0) & (top == unique_argmax(teacher))
     return torch.stack(
         [

@@ -23,7 +23,8 @@ class Stream(BaseStreamer):
     """Streamer that passes on decoded text once it is complete; partial characters and words wait."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self.tokenizer, self.write = tokenizer, write
+        self.tokenizer = tokenizer
+        self.write = write
         self.ids: list[int] = []
         self.written = ""
         self._prompt = True
@@ -35,17 +36,14 @@ class Stream(BaseStreamer):
             self._prompt = False
             return
         self.ids += value.flatten().tolist()
-        before, text = (
-            self.tokenizer.decode(self.ids[self._context : stop], skip_special_tokens=True)
-            for stop in (self._read, len(self.ids))
-        )
+        before = self.tokenizer.decode(self.ids[self._context : self._read], skip_special_tokens=True)
+        text = self.tokenizer.decode(self.ids[self._context : len(self.ids)], skip_special_tokens=True)
         if len(text) > len(before) and not text.endswith("\ufffd") and text.startswith(before):
             self.write(text[len(before) :])
             self.written += text[len(before) :]
             self._context, self._read = self._read, len(self.ids)
 
     def end(self) -> None:
-        """Write the remaining text."""
         self.write(self.tokenizer.decode(self.ids, skip_special_tokens=True)[len(self.written) :])
 
 
@@ -89,7 +87,8 @@ class TritonGenerator:
         weight = next(model.parameters())
         if not runs_on_triton(weight):
             raise ValueError("--kernels: triton needs a CUDA device (sm_90 or later); omit --kernels on a CPU")
-        if (reason := unsupported_reason(model)) is not None:
+        reason = unsupported_reason(model)
+        if reason is not None:
             raise ValueError(f"--kernels: triton does not support this model: {reason}; omit --kernels")
         use_triton_only(model)
         self.tokenizer = tokenizer

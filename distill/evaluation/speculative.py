@@ -33,7 +33,8 @@ def measure_acceptance(
         `tokens_per_forward` of the teacher.
     """
     draft: Any = student.generation_config  # of which assisted generation takes the number of drafts
-    draft.num_assistant_tokens, draft.num_assistant_tokens_schedule = 1, "constant"
+    draft.num_assistant_tokens = 1
+    draft.num_assistant_tokens_schedule = "constant"
     draft.assistant_confidence_threshold = 0.0
     calls: dict[str, int] = {}
     models = {"student": student, "teacher": teacher}
@@ -48,7 +49,9 @@ def measure_acceptance(
             whole: Any = teacher.generate(  # type: ignore[operator]
                 ids, attention_mask=torch.ones_like(ids), assistant_model=student, max_new_tokens=count, **sample
             )
-            made, steps, drafts = whole.shape[1] - len(prompt), calls["teacher"], calls["student"]
+            made = whole.shape[1] - len(prompt)
+            steps = calls["teacher"]
+            drafts = calls["student"]
             both = [model(input_ids=whole[:, :-1]).logits[0, len(prompt) - 1 :].float() for model in models.values()]
             columns = min(logits.shape[-1] for logits in both)
             p_s, p_t = (logits[:, :columns].softmax(-1) for logits in both)

@@ -76,7 +76,6 @@ def load_target(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that comes with a student."""
     return load_tokenizer(Student(model=str(target.adapter)) if target.adapter else target.student, "student")
 
 
@@ -127,7 +126,8 @@ def load_teacher_of(
     target: Target, teacher: str | None, *, in_shards: bool = False, command: str = "eval"
 ) -> PreTrainedModel:
     """Return the named teacher, else the recipe's, for a command; with `in_shards` sharded over the process group."""
-    section, device = teacher_section(target, teacher, command), default_device()
+    section = teacher_section(target, teacher, command)
+    device = default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
         device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device

@@ -88,14 +88,17 @@ def run_tasks(
 
     kwargs = template_kwargs_of(tokenizer)
     variables: dict[str, Any] = {"chat_template_args": kwargs} if chat and kwargs else {}
-    if missing := variables.keys() - inspect.signature(HFLM).parameters.keys():
+    missing = variables.keys() - inspect.signature(HFLM).parameters.keys()
+    if missing:
         raise ValueError(
             f"--chat: the tokenizer's chat template has variables of its own ({', '.join(kwargs)}), and this "
             f"lm-evaluation-harness has no {missing.pop()}; expected a later one: pip install -U lm-eval"
         )
     scores: dict[tuple[str, str], dict[str, Score]] = {}
     for name, model in models.items():
-        used, model.config.use_cache = model.config.use_cache, True  # generation tasks need the cache
+        # generation tasks need the cache
+        used = model.config.use_cache
+        model.config.use_cache = True
         try:
             answer = simple_evaluate(
                 HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size, **variables),

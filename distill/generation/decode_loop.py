@@ -168,7 +168,9 @@ class DecodeLoop(Engine):
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
-        self.model, self.settings, self.pad = model, settings, settings.pad
+        self.model = model
+        self.settings = settings
+        self.pad = settings.pad
         self.inner: Any = bare(model)
         self.decoder = decoder_of(model)
         self.device = next(model.parameters()).device
@@ -182,7 +184,8 @@ class DecodeLoop(Engine):
         self.short_length = short_length(self.inner)  # where LongRoPE takes other frequencies for longer sequences
 
     def run(self, request: Request) -> Generated:
-        prompts, limits = request.prompts, request.limits
+        prompts = request.prompts
+        limits = request.limits
         result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
         # prompts that share a prefix are prefilled together; else neighbours of similar length waste least
         wanted = [number for number, limit in enumerate(limits) if limit > 0]
@@ -194,7 +197,8 @@ class DecodeLoop(Engine):
         with here, self._decoding_mode():
             responses = self._generate_batches(chosen, self._slots_for(chosen))
         for place, number in enumerate(order):
-            result.tokens[number], result.truncated[number] = responses.tokens[place], responses.truncated[place]
+            result.tokens[number] = responses.tokens[place]
+            result.truncated[number] = responses.truncated[place]
             result.log_probs[number] = responses.log_probs[place]
         return result
 
@@ -206,13 +210,14 @@ class DecodeLoop(Engine):
         """
         prompts, _, _, sampling, *_ = request
         responses = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
-        waiting, active = deque(range(len(prompts))), dict[int, int]()
-        steps_per_replay, check_every = (
-            1 if slots.graph is None else STEPS_PER_REPLAY,
-            CHECK_EVERY if self.device.type == "cuda" else 1,
-        )
+        waiting = deque(range(len(prompts)))
+        active = dict[int, int]()
+        steps_per_replay = 1 if slots.graph is None else STEPS_PER_REPLAY
+        check_every = CHECK_EVERY if self.device.type == "cuda" else 1
         slots.clear(self.pad)
-        made, unread = [0] * slots.batch, None  # tokens of each sequence; a check whose tokens are not read yet
+        # tokens of each sequence; a check whose tokens are not read yet
+        made = [0] * slots.batch
+        unread = None
         while waiting or active:
             free = [slot for slot in range(slots.batch) if slot not in active]
             if waiting and (not active or len(free) >= slots.batch * MIN_FREE_FRACTION):
@@ -233,7 +238,8 @@ class DecodeLoop(Engine):
             new = (slots.generated, slots.done, slots.ended, slots.responses[:, :steps], slots.log_probs[:, :steps])
             unread = copy_to_host(*new)
             slots.column.zero_()
-            made, done = unread[0].tolist(), unread[1].tolist()
+            made = unread[0].tolist()
+            done = unread[1].tolist()
             if self.settings.stop is not None or any(done[slot] for slot in active):
                 waiting += self._read(unread, request, responses, active)
                 unread = None
@@ -241,7 +247,8 @@ class DecodeLoop(Engine):
 
     def _next_stop(self, request: Request, responses: Generated, number: int) -> int:
         """Return the length of a response at which its sequence leaves its slot, at the latest."""
-        prompt, limit = len(request.prompts[number]), request.limits[number]
+        prompt = len(request.prompts[number])
+        limit = request.limits[number]
         if self.short_length is None or prompt + len(responses.tokens[number]) > self.short_length:
             return limit
         return min(limit, self.short_length + 1 - prompt)
@@ -254,11 +261,14 @@ class DecodeLoop(Engine):
         Returns the sequences that have to go on in another slot.
         """
         made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in check)
-        stop, going_on = self.settings.stop, list[int]()
+        stop = self.settings.stop
+        going_on = list[int]()
         for slot, number in list(active.items()):
-            own, seen = responses.tokens[number], len(responses.tokens[number])
+            own = responses.tokens[number]
+            seen = len(responses.tokens[number])
             own += tokens[slot][: made[slot] - seen]
-            if (end := stop.find_end(own, seen) if stop is not None else None) is not None:
+            end = stop.find_end(own, seen) if stop is not None else None
+            if end is not None:
                 del own[end:]  # tokens sampled beyond it
             if self.settings.log_probs:
                 responses.log_probs[number] += log_probs[slot][: len(own) - seen]
@@ -364,7 +374,8 @@ class DecodeLoop(Engine):
         with own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             for _ in range(STEPS_PER_REPLAY):
                 self._step(slots, sampling)
-        slots.graph, slots.captured_key = graph, depends_on
+        slots.graph = graph
+        slots.captured_key = depends_on
 
     def _warm_up(self, slots: SequenceSlots, sampling: Sampling) -> None:
         """Run two steps with all sequences done; fall back to the model's layers if fused kernels do not compile."""

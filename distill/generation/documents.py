@@ -157,7 +157,8 @@ class Document:
         labels = [IGNORE_INDEX] * len(prompt) + list(response)
         for start, stop in replies:
             labels[len(prompt) + start : len(prompt) + stop] = [IGNORE_INDEX] * (stop - start)
-        ids, more = [*prompt, *response], (self.route, self.sample, sampled_log_p, score, self.spans, self.starts)
+        ids = [*prompt, *response]
+        more = (self.route, self.sample, sampled_log_p, score, self.spans, self.starts)
         return Document(ids, labels, self.row, other, *more)
 
     def with_retokenized_response(
@@ -210,8 +211,11 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     """
     if "spans" in batch:
         return _pairs_of(batch)
-    ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
-    own, others, found = _bounds(batch, ""), _bounds(batch, "teacher_"), []
+    ids = batch["input_ids"].tolist()
+    labels = batch["labels"].tolist()
+    own = _bounds(batch, "")
+    others = _bounds(batch, "teacher_")
+    found = []
     if others:
         teacher = batch["teacher_input_ids"].tolist()
         teacher_row_of = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
@@ -232,13 +236,18 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
 
 def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     """Return the documents of a batch of two tokenizers that have spans, row by row."""
-    ids, others, labels = (batch[name].tolist() for name in ("input_ids", "teacher_input_ids", "labels"))
-    width, other_width = len(ids[0]), len(others[0])
-    spans, starts = batch["spans"].tolist(), batch["answer_starts"].tolist()
+    ids = batch["input_ids"].tolist()
+    others = batch["teacher_input_ids"].tolist()
+    labels = batch["labels"].tolist()
+    width = len(ids[0])
+    other_width = len(others[0])
+    spans = batch["spans"].tolist()
+    starts = batch["answer_starts"].tolist()
     found = []
     for row, bounds in enumerate(zip(_bounds(batch, ""), _bounds(batch, "teacher_"), strict=True)):
         for (begin, end), (other_begin, _) in zip(*bounds, strict=False):  # each may have padding at the end
-            first, shift = row * width + begin, row * other_width + other_begin
+            first = row * width + begin
+            shift = row * other_width + other_begin
             mine = [
                 (a - first, b - first, c - shift, d - shift) for a, b, c, d in spans if first <= a < row * width + end
             ]
@@ -267,7 +276,8 @@ def _plain_of(ids: list[int], labels: list[int], row: int, route: int | None) ->
 
 def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[int, int]]]:
     """Return each row's (start, end) of its documents, and of the padding after them; nothing without such input."""
-    ids, positions = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}position_ids")
+    ids = batch.get(f"{prefix}input_ids")
+    positions = batch.get(f"{prefix}position_ids")
     if ids is None:
         return []
     return [[(0, ids.shape[1])]] * len(ids) if positions is None else list(map(document_bounds, positions.tolist()))
@@ -283,7 +293,8 @@ def sampled_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> 
     for row, documents in enumerate(rows):
         end = 0
         for document in documents:
-            begin, end = end, end + len(document.ids)
+            begin = end
+            end = end + len(document.ids)
             if not document.sampled_log_p:
                 continue
             drawn = torch.tensor(document.sampled_log_p, dtype=precision)
@@ -301,7 +312,8 @@ def score_columns(rows: Sequence[Sequence[Document]], shape: torch.Size) -> dict
 
     Both are float32 [B, S] as `input_ids`; elsewhere rewards are NaN and advantages 0.
     """
-    rewards, advantages = torch.full(shape, torch.nan), torch.zeros(shape)
+    rewards = torch.full(shape, torch.nan)
+    advantages = torch.zeros(shape)
     for row, documents in enumerate(rows):
         end = 0
         for document in documents:
@@ -322,7 +334,8 @@ def _placed(documents: Sequence[Document], each: int) -> list[int]:
             placed += [number + begin for number in numbers[:each]] + [
                 number + other_begin for number in numbers[each:]
             ]
-        begin, other_begin = begin + len(document.ids), other_begin + len(document.teacher_ids)
+        begin = begin + len(document.ids)
+        other_begin = other_begin + len(document.teacher_ids)
     return placed
 
 
@@ -339,6 +352,7 @@ def as_row(documents: Sequence[Document]) -> Row:
         row["teacher_position_ids"] = [position for ids in readings for position in range(len(ids))]
     if all(document.spans is not None for document in documents):
         row |= {"spans": _placed(documents, 2), "answer_starts": _placed(documents, 1)}
-    if routes := [document.route for document in documents if document.route is not None]:
+    routes = [document.route for document in documents if document.route is not None]
+    if routes:
         row["route"] = routes
     return row

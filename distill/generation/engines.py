@@ -85,11 +85,16 @@ class TransformersEngine(Engine):
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings, *, collective: bool = False) -> None:
-        self.model, self.pad, self.ends = model, settings.pad, sorted(set(settings.ends))
-        self.autocast, self.collective, self.log_probs = settings.autocast, collective, settings.log_probs
+        self.model = model
+        self.pad = settings.pad
+        self.ends = sorted(set(settings.ends))
+        self.autocast = settings.autocast
+        self.collective = collective
+        self.log_probs = settings.log_probs
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
-        self.columns, self.stop = settings.vocab_size, settings.stop
+        self.columns = settings.vocab_size
+        self.stop = settings.stop
         self._logged: set[str] = set()
         rope_by_document(model)
 
@@ -104,7 +109,8 @@ class TransformersEngine(Engine):
                 responses = self._generate_batch(batch.prompts, max(batch.limits), sampler, use_cache)
                 for number, drawn, log_probs in zip(numbers, responses, sampler.log_probs(), strict=True):
                     tokens, truncated = truncate_at_end(drawn, limits[number], self.ends, self.stop)
-                    result.tokens[number], result.truncated[number] = tokens, truncated
+                    result.tokens[number] = tokens
+                    result.truncated[number] = truncated
                     result.log_probs[number] = log_probs[: len(tokens)] if self.log_probs else []
         return result
 
@@ -165,7 +171,10 @@ class _SeededSampler:
     """
 
     def __init__(self, columns: int | None, sampling: Sampling, seeds: torch.Tensor) -> None:
-        self.columns, self.sampling, self.seeds, self.made = columns, sampling, seeds, torch.zeros_like(seeds)
+        self.columns = columns
+        self.sampling = sampling
+        self.seeds = seeds
+        self.made = torch.zeros_like(seeds)
         self._log_probs: list[torch.Tensor] = []
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -196,7 +205,8 @@ class CollectiveEngine(Engine):
 
     def run(self, request: Request) -> Generated:
         prompts, limits, seeds, sampling, batch_size, _ = request
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         result = Generated([], [])
         for start in range(0, len(prompts), batch_size * world):
             mine = slice(start + rank * batch_size, start + (rank + 1) * batch_size)

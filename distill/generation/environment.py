@@ -34,7 +34,9 @@ from distill.generation.stopping import response_text
 log = logging.getLogger(__name__)
 
 FIELD = "data.on_policy.environment"
-ANSWER, REPLY = "zqanswerqz", "zqreplyqz"  # in place of texts, to find them in what the template writes
+# in place of texts, to find them in what the template writes
+ANSWER = "zqanswerqz"
+REPLY = "zqreplyqz"
 FOLDER = "environment"  # in a run's folder: replies of the environment
 Message = dict[str, object]
 
@@ -79,8 +81,8 @@ class Rollout:
         return self.seed if self.turn == 0 else _seed_of_turn(self.seed, self.turn)
 
     def add_response(self, tokens: Sequence[int], log_probs: Sequence[float], truncated: bool) -> None:
-        """Append a response of the student."""
-        self.last, self.truncated = len(self.tokens), truncated
+        self.last = len(self.tokens)
+        self.truncated = truncated
         self.tokens += tokens
         self.log_probs += log_probs
 
@@ -111,7 +113,9 @@ class ChatFormat(NamedTuple):
 class EnvironmentFunction(UserFunction):
     """The user's function, called as function(messages, tools, row), it returns messages or None."""
 
-    field, limit, returns = FIELD, "data.on_policy.environment_timeout", "messages"
+    field = FIELD
+    limit = "data.on_policy.environment_timeout"
+    returns = "messages"
 
 
 class Environment:
@@ -133,8 +137,11 @@ class Environment:
         max_turns: int,
         log: EnvironmentLog,
     ) -> None:
-        self.function, self.function_input, self.chat = function, function_input, chat
-        self.max_turns, self.log = max_turns, log
+        self.function = function
+        self.function_input = function_input
+        self.chat = chat
+        self.max_turns = max_turns
+        self.log = log
         self._rendered: set[tuple[str, ...]] = set()  # roles of replies that were found in the template's text
         self.special = {number for number, token in chat.tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -171,7 +178,8 @@ class Environment:
         for rollout, function_input, conversation, text, key in zip(
             waiting, inputs, conversations, texts, keys, strict=True
         ):
-            if (messages := self.log[key]) is None:
+            messages = self.log[key]
+            if messages is None:
                 continue
             tokens = self._tokens_of(rollout, conversation, messages, function_input)
             if tokens is not None and len(tokens) < room(rollout):
@@ -195,12 +203,14 @@ class Environment:
 
         None where the response ended with another token than the one with which the template ends it here.
         """
-        before, prefix = conversation[:-1], self.function.error_prefix(function_input.location)
+        before = conversation[:-1]
+        prefix = self.function.error_prefix(function_input.location)
         roles = tuple(str(message["role"]) for message in messages)
         if roles not in self._rendered:
             marked = [{**message, "content": f"{REPLY}{number}"} for number, message in enumerate(messages)]
             text = self._text_after_response(before, marked, function_input, prefix)
-            if lost := [role for number, role in enumerate(roles) if f"{REPLY}{number}" not in text]:
+            lost = [role for number, role in enumerate(roles) if f"{REPLY}{number}" not in text]
+            if lost:
                 raise ValueError(
                     f"{prefix}: the chat template does not render a message of the role {lost[0]} after an answer; "
                     "return one of another role, such as user"

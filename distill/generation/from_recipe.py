@@ -65,7 +65,8 @@ def rollouts_from_recipe(
     Raises:
         ValueError: data without prompts, vLLM absent.
     """
-    if (section := recipe.data.active_on_policy) is None:
+    section = recipe.data.active_on_policy
+    if section is None:
         return None
     from distill.generation.engines import engine_for, settings_for
     from distill.generation.on_policy import OnPolicyRollouts

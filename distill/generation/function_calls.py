@@ -82,7 +82,10 @@ class UserFunction:
     returns: Literal["number", "messages"]
 
     def __init__(self, file: Path, code: bytes, name: str, timeout: float, workers: int | None = None) -> None:
-        self.file, self.code, self.name, self.timeout = file, code, name, timeout
+        self.file = file
+        self.code = code
+        self.name = name
+        self.timeout = timeout
         self.count = workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
@@ -130,7 +133,9 @@ class UserFunction:
 class RewardFunction(UserFunction):
     """A reward: the function is called as function(prompt, answer, row) and returns a finite number."""
 
-    field, limit, returns = "loss.terms: reward", "loss.terms reward_timeout", "number"
+    field = "loss.terms: reward"
+    limit = "loss.terms reward_timeout"
+    returns = "number"
 
     def __call__(self, inputs: Sequence[FunctionInput]) -> list[float]:
         """Return the reward of each response.

@@ -97,7 +97,8 @@ def _messages(value: object) -> list[dict[str, object]] | None:
     for message in messages:
         if not isinstance(message, dict):
             raise TypeError(f"expected a message, messages or None, got {type(message).__name__}")
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if not isinstance(role, str) or role == "assistant":
             raise ValueError(f"expected a message of a role other than assistant, got {role!r}")
         if not isinstance(content, str):

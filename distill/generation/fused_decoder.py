@@ -60,18 +60,21 @@ def plain_unsupported_reason(model: nn.Module, autocast: torch.dtype | None) -> 
     weight = next(model.parameters())
     if is_offloaded(bare(model)):
         return "its layers wait in host memory"
-    decoder, head = decoder_of(model), find_head(model)
+    decoder = decoder_of(model)
+    head = find_head(model)
     ends = {name for name, _ in decoder.named_parameters() if not name.startswith("layers.")}
     plain = ends == {"embed_tokens.weight", "norm.weight"}
     if not plain or type(decoder.get_submodule("embed_tokens")) is not nn.Embedding:
         return "its body has other parameters than those of an embedding, layers and a norm"
-    if (kind := getattr(getattr(decoder, "rotary_emb", None), "rope_type", None)) not in ROTARY:
+    kind = getattr(getattr(decoder, "rotary_emb", None), "rope_type", None)
+    if kind not in ROTARY:
         return f"its rotary embedding is of the kind {kind}"
     if head.module is not head.linear or _why_not_linear(head.linear) or head.linear.bias is not None:
         return "its head is no plain linear layer without a bias"
     layers = list(decoder.get_submodule("layers").children())
     for layer in layers:
-        if reason := _why_not_layer(layer):
+        reason = _why_not_layer(layer)
+        if reason:
             return reason
     if len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1:
         return "its layers differ in shape"
@@ -106,7 +109,8 @@ def _why_not_layer(layer: nn.Module) -> str | None:
     halved = any(0 < len(shapes.keys() & both) < len(both) for both in (BIASES, HEAD_NORMS))
     if not needed <= shapes.keys() <= needed.union(OPTIONAL) or halved:
         return f"a {type(layer).__name__} has other parameters, or lacks some"
-    if reason := next(filter(None, (_why_not_linear(layer.get_submodule(name)) for name in LINEARS)), None):
+    reason = next(filter(None, (_why_not_linear(layer.get_submodule(name)) for name in LINEARS)), None)
+    if reason:
         return reason
     width = getattr(layer.get_submodule("self_attn"), "head_dim", None)
     if not isinstance(width, int) or width % 2 or width > 256 or shapes.get(min(HEAD_NORMS), (width,)) != (width,):
@@ -170,23 +174,29 @@ class FusedDecoder:
         self.own = list(decoder.get_submodule("layers").children())
         self.norms = [*(layer.get_submodule(NORMS[0]) for layer in self.own), decoder.get_submodule("norm")]
         self.embedding = decoder.get_submodule("embed_tokens")
-        self.cache, self.calls, self.dtype = cache, calls, dtype
-        weight, rows = self.embedding.get_parameter("weight"), cache.batch
+        self.cache = cache
+        self.calls = calls
+        self.dtype = dtype
+        weight = self.embedding.get_parameter("weight")
+        rows = cache.batch
         assert rows <= MAX_ROWS
 
         def buffer(columns: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=weight.device)
 
-        x, scaled = buffer(weight.shape[1], weight.dtype), buffer(weight.shape[1])
+        x = buffer(weight.shape[1], weight.dtype)
+        scaled = buffer(weight.shape[1])
         positions = torch.arange(cache.slots, device=weight.device)[None]
         self.cos, self.sin = (table[0].contiguous() for table in decoder.get_submodule("rotary_emb")(x, positions))
-        products, heads = _products(self.own[0], self._norm(1)), self._heads(self.own[0])
+        products = _products(self.own[0], self._norm(1))
+        heads = self._heads(self.own[0])
         cache.allocate(buffer(0).view(rows, heads.kv_heads, 0, heads.size))
         self.plan = plan or choose_plan(rows, products, heads, cache.slots, weight.device)
         needs = [product_scratch(rows, *each) for each in zip(products, self.plan[:4], strict=True)]
         needs.append(attention_scratch(rows, heads, self.plan.attention))
         self.scratch = Scratch.allocate(max(n for n, _ in needs), max(n for _, n in needs), weight.device)
-        self.qkv, self.middle = buffer(products.qkv.outputs), buffer(products.gate_up.outputs)
+        self.qkv = buffer(products.qkv.outputs)
+        self.middle = buffer(products.gate_up.outputs)
         self.attended = buffer(heads.heads * heads.size)
 
         def stream(parts: int) -> Stream:
@@ -200,8 +210,10 @@ class FusedDecoder:
         return self.norms[number].get_parameter("weight")
 
     def _heads(self, layer: nn.Module) -> AttentionSpec:
-        attention, own = layer.get_submodule("self_attn"), dict(layer.get_submodule("self_attn").named_parameters())
-        size, call = attention.head_dim, self.calls[attention]
+        attention = layer.get_submodule("self_attn")
+        own = dict(layer.get_submodule("self_attn").named_parameters())
+        size = attention.head_dim
+        call = self.calls[attention]
         assert isinstance(size, int)
         heads, kv_heads = (own[f"{each}_proj.weight"].shape[0] // size for each in "qk")
         norms = [own.get(f"{each}_norm.weight") for each in "qk"]
@@ -209,14 +221,15 @@ class FusedDecoder:
         return AttentionSpec(heads, kv_heads, size, call.scaling, call.window, norms[0], norms[1], eps)
 
     def embed(self, state: SequenceState) -> None:
-        """Fill the stream with the embeddings of `state.token`; see `embed_tokens`."""
         embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first_stream, state)
 
     def layers(self) -> None:
         """All layers, whose newest tokens have the positions `cache.lengths` - 1."""
-        stream, (qkv, out, gate_up, down, pace, _) = self.first_stream, self.plan
+        stream = self.first_stream
+        qkv, out, gate_up, down, pace, _ = self.plan
         for number, (layer, kept) in enumerate(zip(self.own, self.cache.kept(), strict=True), 1):
-            products, heads = _products(layer, self._norm(number)), self._heads(layer)
+            products = _products(layer, self._norm(number))
+            heads = self._heads(layer)
             cached = LayerCache(*kept, self.cache.lengths, self.cos, self.sin)
             multiply_rows(self.qkv, stream, products.qkv, self.scratch, qkv)
             decode_step_attention(self.qkv, heads, cached, self.attended, self.scratch, pace)
@@ -235,7 +248,8 @@ def check_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Mod
     """
     inner = bare(model)
     assert isinstance(inner, PreTrainedModel)
-    decoder, head = decoder_of(model), find_head(model).linear
+    decoder = decoder_of(model)
+    head = find_head(model).linear
     device = next(model.parameters()).device
     ids = torch.arange(7 * rows, device=device).reshape(rows, 7) % inner.config.get_text_config().vocab_size
     lengths = 4 - 2 * (torch.arange(rows, device=device) % 2)

@@ -34,7 +34,10 @@ class FusedStepFactory:
     """
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None, columns: int | None, fused: bool | None) -> None:
-        self.model, self.autocast, self.columns, self.fused = model, autocast, columns, fused
+        self.model = model
+        self.autocast = autocast
+        self.columns = columns
+        self.fused = fused
         self._result: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
 
     def step_for(self, slots: SequenceSlots, ends: torch.Tensor, pad: int) -> FusedStep | None:
@@ -90,8 +93,12 @@ class FusedStep:
     ) -> None:
         ends, pad, columns = drawing
         self.decoder = FusedDecoder(model, slots.cache, dtype, calls, plan)
-        self.head, self.norm, self.dtype = find_head(model).linear, decoder_of(model).get_submodule("norm"), dtype
-        self.slots, self.seeds, self.generated = slots, slots.seeds, slots.generated
+        self.head = find_head(model).linear
+        self.norm = decoder_of(model).get_submodule("norm")
+        self.dtype = dtype
+        self.slots = slots
+        self.seeds = slots.seeds
+        self.generated = slots.generated
         self.state = SequenceState(
             slots.token,
             slots.generated,
@@ -111,7 +118,8 @@ class FusedStep:
 
     def __call__(self, sampling: Sampling) -> None:
         """Decode one token of every sequence; see `DecodeLoop`."""
-        decoder, norm = self.decoder, self.norm
+        decoder = self.decoder
+        norm = self.norm
         decoder.embed(self.state)
         decoder.layers()
         weight = self.head.get_parameter("weight")

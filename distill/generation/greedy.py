@@ -30,7 +30,9 @@ def generate(
         prompts: Plain texts, or chats, which need a chat template.
         max_new_tokens: Maximum length of a response; it ends earlier at an end-of-sequence token.
     """
-    device, ends, responses = next(model.parameters()).device, end_tokens(tokenizer, model, None), []
+    device = next(model.parameters()).device
+    ends = end_tokens(tokenizer, model, None)
+    responses = []
     pad: Any = tokenizer.pad_token_id
     with eval_mode(model), override_generation_config(model, max_new_tokens=max_new_tokens, pad=pad, ends=ends):
         for prompt in prompts:

@@ -214,7 +214,8 @@ class OnPolicyRollouts:
         rollouts = [Rollout(document, seed) for _, seed, document in replaced]
         continuing = self._respond(rollouts)
         while continuing and self.environment is not None:
-            if continuing := self.environment.reply(continuing, self._room):
+            continuing = self.environment.reply(continuing, self._room)
+            if continuing:
                 self._respond(continuing, same_weights=True)
         self._responses |= {step: {} for step in steps}
         seconds = (time.perf_counter() - start) / max(len(replaced), 1)

@@ -22,7 +22,8 @@ from distill.data.messages import THOUGHT, content_of
 from distill.data.rows import RowFault
 from distill.generation.prompts import Prompt
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 
 
 class ParsedResponse(NamedTuple):
@@ -46,7 +47,8 @@ class ResponseParser:
     """
 
     def __init__(self, tokenizer: Any, template: ChatTemplate | None) -> None:
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer = tokenizer
+        self.template = template
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def parse(self, prompt: Prompt, tokens: Sequence[int], text: str, *, ended: bool) -> ParsedResponse:
@@ -78,7 +80,8 @@ class ResponseParser:
 
     def _spells(self, prompt: Prompt, body: list[int], text: str) -> bool:
         """Return whether the prompt's text and the answer's are tokenised to the ids of both."""
-        ids, whole = self._ids(prompt.text + text), [*prompt.ids, *body]
+        ids = self._ids(prompt.text + text)
+        whole = [*prompt.ids, *body]
         return ids == whole or prompt.ids[:1] + ids == whole  # the token that begins a text
 
     def _by_response_template(self, prompt: Prompt, tokens: Sequence[int], ended: bool) -> dict[str, Any] | None:

@@ -87,7 +87,8 @@ def read_prompts(
     Raises:
         ValueError: the file cannot be read, has no column of prompts, or no usable row.
     """
-    found, beginning = Prompts(), tokens_before_text(tokenizer)
+    found = Prompts()
+    beginning = tokens_before_text(tokenizer)
     reader: Format | None = None
     for number, row in enumerate(prompt_lines(open_source(path, field="--prompts"), path).rows()):
         found.rows_read += 1

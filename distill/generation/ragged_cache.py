@@ -89,7 +89,8 @@ class RaggedLayer(CacheLayerMixin):
         """Allocate the buffers for the first keys and values."""
         _, heads, _, size = key_states.shape
         shape = (self.owner.batch, self.owner.slots, heads, size)
-        self.dtype, self.device = value_states.dtype, key_states.device
+        self.dtype = value_states.dtype
+        self.device = key_states.device
         # zeros, so that slots which nobody has written to never hold a NaN
         self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.values = torch.zeros_like(self.keys)
@@ -104,7 +105,8 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if (packed := self.owner.packed) is None:
+        packed = self.owner.packed
+        if packed is None:
             write_newest(self.keys, self.values, key_states, value_states, self.owner.lengths)
             return self.keys.transpose(1, 2), self.values.transpose(1, 2)
         self.move(packed)
@@ -124,7 +126,6 @@ class RaggedLayer(CacheLayerMixin):
                 kept.index_copy_(0, packed.moved_to, kept.index_select(0, packed.moved))
 
     def get_seq_length(self) -> int:
-        """Return the number of cached tokens."""
         return 0  # positions are always given; lengths are on the device
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -132,7 +133,6 @@ class RaggedLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_max_length(self) -> int:
-        """Return the capacity in tokens."""
         return self.owner.slots
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
@@ -157,9 +157,11 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, batch: int, slots: int, device: torch.device) -> None:
-        if foreign := unsupported_layers(config):
+        foreign = unsupported_layers(config)
+        if foreign:
             raise ValueError(f"config: RaggedCache holds keys and values of attention layers, not of {foreign}")
-        self.batch, self.slots = batch, slots
+        self.batch = batch
+        self.slots = slots
         self.packed: PackedPrompts | None = None
         self.calls: dict[nn.Module, AttentionCall] | None = None
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -310,7 +312,9 @@ def ragged_attention(
     if ragged_cache.calls is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         ragged_cache.calls[module] = AttentionCall(scale, sliding_window, softcap, s_aux is not None)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
+    # under autocast a rotation by fp32 angles widens them
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]
     kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
     torchs = softcap is None and s_aux is None  # PyTorch's attention has neither
@@ -323,17 +327,21 @@ def ragged_attention(
         plain = sliding_window is None and torchs
         parts = []
         for own, read in zip(pairwise(packed.bounds), pairwise(packed.seen_bounds), strict=True):
-            q, k, v = query[:, :, slice(*own)], key[:, :, slice(*read)], value[:, :, slice(*read)]
+            q = query[:, :, slice(*own)]
+            k = key[:, :, slice(*read)]
+            v = value[:, :, slice(*read)]
             parts.append(_attend_plainly(q, k, v, scaling, grouped) if plain else attend(q, k, v))
         out = torch.cat(parts, 2)
     elif not kernels and torchs:
         # PyTorch's attention is the faster one on a CPU; there, slots that are not filled yet can be left out
         filled = ragged_cache.slots if query.is_cuda else int(ragged_cache.lengths.max())
-        slot, lengths = torch.arange(filled, device=query.device), ragged_cache.lengths[:, None]
+        slot = torch.arange(filled, device=query.device)
+        lengths = ragged_cache.lengths[:, None]
         seen = slot < lengths
         if sliding_window is not None:
             seen &= slot >= lengths - sliding_window
-        key, value = key[:, :, :filled], value[:, :, :filled]
+        key = key[:, :, :filled]
+        value = value[:, :, :filled]
         mask = seen[:, None, None]
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
     else:

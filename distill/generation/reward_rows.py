@@ -78,24 +78,31 @@ class RowRecordEncoder(RowEncoder):
     columns: Mapping[str, tuple[str, ...]] = dict.fromkeys(("number", "prompts", "turns", "whole", "row"), ())
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder, self.format, self.tokenizer = encoder, encoder.format, encoder.tokenizer
+        self.encoder = encoder
+        self.format = encoder.format
+        self.tokenizer = encoder.tokenizer
 
     def settings(self) -> list[object]:
         return ["rows for rewards, by table", *self.encoder.settings()]
 
     def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Encoded]:
         for number, row in batch:
-            found, text, turns = list(self.encoder.documents([(number, row)], tally)), b"", list[int]()
+            found = list(self.encoder.documents([(number, row)], tally))
+            text = b""
+            turns = list[int]()
             for document in found:
                 columns = document.columns()
-                ids, labels = columns["input_ids"].tolist(), columns["labels"]
+                ids = columns["input_ids"].tolist()
+                labels = columns["labels"]
                 trained_on = labels != IGNORE_INDEX
                 starts = np.flatnonzero(trained_on & ~np.concatenate([[False], trained_on[:-1]])).tolist()
                 end = int(np.flatnonzero(trained_on)[-1]) + 1
                 if not text:
-                    text, turns = _as_json(row), self._turns(row)
+                    text = _as_json(row)
+                    turns = self._turns(row)
                 prompts = np.array([token_hash(ids[:start]) for start in starts], dtype=np.uint64)
-                here, turns = turns[: len(starts)], turns[len(starts) :] or turns[-1:]
+                here = turns[: len(starts)]
+                turns = turns[len(starts) :] or turns[-1:]
                 numbers = np.array(here + here[-1:] * (len(starts) - len(here)), dtype=np.int32)
                 yield RowRecord(number, prompts, numbers, np.array([token_hash(ids[:end])], dtype=np.uint64), text)
 
@@ -157,7 +164,9 @@ class RowTable:
     """
 
     def __init__(self, sources: Sequence[SourceRows], tokenizer: Any, ends: Collection[int]) -> None:
-        self.sources, self.tokenizer, self.ends = sources, tokenizer, ends
+        self.sources = sources
+        self.tokenizer = tokenizer
+        self.ends = ends
         self._order = [np.argsort(each.hashes("prompts"), kind="stable") for each in sources]
         self._sorted = [each.hashes("prompts")[order] for each, order in zip(sources, self._order, strict=True)]
 
@@ -167,15 +176,18 @@ class RowTable:
         Raises:
             ValueError: no row has this prompt, or rows that differ in other columns have it.
         """
-        wanted, found = token_hash(document.prompt), dict[bytes, tuple[SourceRows, int, int]]()
+        wanted = token_hash(document.prompt)
+        found = dict[bytes, tuple[SourceRows, int, int]]()
         exact = dict[bytes, tuple[SourceRows, int, int]]()
         whole = token_hash(document.ids)
         for source, order, hashes in zip(self.sources, self._order, self._sorted, strict=True):
-            begin, end = np.searchsorted(hashes, np.uint64(wanted), "left"), np.searchsorted(hashes, wanted, "right")
+            begin = np.searchsorted(hashes, np.uint64(wanted), "left")
+            end = np.searchsorted(hashes, wanted, "right")
             for place in order[begin:end].tolist():
                 ends = source.notes.columns["prompts"].offsets // 2  # a hash is two int32 numbers
                 number = int(np.searchsorted(ends, place, side="right")) - 1
-                key, entry = source.of("row", number).tobytes(), (source, number, place - int(ends[number]))
+                key = source.of("row", number).tobytes()
+                entry = (source, number, place - int(ends[number]))
                 found.setdefault(key, entry)
                 if int(source.of("whole", number).view(np.uint64)[0]) == whole:
                     exact.setdefault(key, entry)
@@ -196,7 +208,8 @@ class RowTable:
     def _function_input(
         self, row: dict[str, object], source: SourceRows, number: int, span: int, response: Sequence[int]
     ) -> FunctionInput:
-        sample, turn = source.format.sample(row), int(source.of("turns", number)[span])
+        sample = source.format.sample(row)
+        turn = int(source.of("turns", number)[span])
         prompt = sample.prompt or "" if sample.messages is None else sample.messages[:turn]
         answer = response_text(self.tokenizer, response, self.ends)
         return FunctionInput(self._location(source, number), prompt, answer, row, sample.tools)
@@ -215,7 +228,8 @@ def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Colle
         code: content of the file that the reward names.
         ends: tokens that end a response.
     """
-    if (term := recipe.loss.rewarded) is None:
+    term = recipe.loss.rewarded
+    if term is None:
         return None
     file, _, name = (term.reward or "").rpartition(":")
     function = RewardFunction(Path(file), code, name, term.reward_timeout)

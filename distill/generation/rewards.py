@@ -35,7 +35,9 @@ class Rewards:
         function_input: Callable[[Document, Sequence[int]], FunctionInput],
         scale: str = "group",
     ) -> None:
-        self.function, self.function_input, self.scale = function, function_input, scale
+        self.function = function
+        self.function_input = function_input
+        self.scale = scale
 
     def score(
         self, responses: Responses, conversations: Sequence[Sequence[dict[str, object]]] = ()

@@ -65,7 +65,8 @@ class LookAheadBatches(Iterator[Collated]):
     """An epoch's micro-batches, with look-ahead."""
 
     def __init__(self, batches: Iterator[Collated]) -> None:
-        self.batches, self._buffered = batches, deque[Collated]()
+        self.batches = batches
+        self._buffered = deque[Collated]()
 
     def __next__(self) -> Collated:
         return self._buffered.popleft() if self._buffered else next(self.batches)

@@ -16,7 +16,8 @@ class SequenceSlots:
     """Sequence slots: the buffers of `batch` sequences, with `columns` new tokens of each, and the captured step."""
 
     def __init__(self, config: Any, batch: int, slots: int, columns: int, device: torch.device) -> None:
-        self.batch, self.sizes = batch, (batch, slots)
+        self.batch = batch
+        self.sizes = (batch, slots)
         self.cache = RaggedCache(config, batch, slots, device)
         self.token, self.seeds, self.generated, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
         self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)

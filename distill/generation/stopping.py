@@ -22,7 +22,8 @@ class StopStrings:
     """Stop strings, by the tokenizer of the model that generates; special tokens are text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        self.tokenizer = tokenizer
+        self.strings = tuple(strings)
         # each token of a match has a byte of it or more, and the first token of all may lose the space before it
         self.window = 1 + max(len(string.encode()) for string in strings)
 

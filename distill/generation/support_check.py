@@ -47,8 +47,10 @@ def _differing_logits(model: nn.Module, inner: Any) -> str | None:
     """Return how the logits of decoding differ from those of the model's own forward; None where they do not."""
     weight = next(model.parameters())
     # far above rounding errors, far below the effect of a wrong position or key
-    device, tolerance = weight.device, min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
-    forward, short = type(inner).forward, short_length(model)
+    device = weight.device
+    tolerance = min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
+    forward = type(inner).forward
+    short = short_length(model)
     words = torch.arange(len(PROMPTS) * (PROMPTS[0] + STEPS)) * 7 + 3
     rows = (words % inner.config.get_text_config().vocab_size).view(len(PROMPTS), -1).tolist()
     for row, shared in zip(rows, OWN, strict=True):
@@ -61,7 +63,8 @@ def _differing_logits(model: nn.Module, inner: Any) -> str | None:
         return logits.float()
 
     with with_soft_cap(model):
-        together, alone = own_logits(ids), torch.cat([own_logits(row[None]) for row in ids])
+        together = own_logits(ids)
+        alone = torch.cat([own_logits(row[None]) for row in ids])
         # experts that get more tokens may round otherwise, which says nothing about decoding
         tells = distances(alone, together) < tolerance / 2
         expected = alone
@@ -71,7 +74,8 @@ def _differing_logits(model: nn.Module, inner: Any) -> str | None:
                 for end in range(PROMPTS[number], PROMPTS[number] + STEPS):
                     expected[number, end - 1] = own_logits(row[None, :end])[0, -1]
     with attention_for_ragged_cache(model):
-        cache, held = RaggedCache(inner.config, len(rows), ids.shape[1], device), dict[int, Any]()
+        cache = RaggedCache(inner.config, len(rows), ids.shape[1], device)
+        held = dict[int, Any]()
         starting = {number: row[:length] for number, (row, length) in enumerate(zip(rows, PROMPTS, strict=True))}
         prefill_sequences(decoder_of(model), starting, cache, held, short)
         cache.begin(torch.tensor(PROMPTS, device=device))

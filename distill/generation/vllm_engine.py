@@ -36,10 +36,12 @@ from distill.models.loading import save_student
 
 log = logging.getLogger(__name__)
 
-HEAD, REST = "model-head.safetensors", "model-rest.safetensors"
+HEAD = "model-head.safetensors"
+REST = "model-rest.safetensors"
 # mean |difference| of log-probabilities, nats per token, that rounding explains. In bfloat16 it was 0.02 to 0.04 for
 # SmolLM2, where a stale head gave 28.7; kernels that sum in another order move float32 ones by up to 1e-4.
-ROUNDING_UNITS, MIN_TOLERANCE = 32, 1e-3
+ROUNDING_UNITS = 32
+MIN_TOLERANCE = 1e-3
 
 
 class VllmEngine(Engine):
@@ -60,10 +62,16 @@ class VllmEngine(Engine):
     def __init__(self, model: nn.Module, tokenizer: Any, settings: EngineSettings, trains: bool) -> None:
         from vllm import LLM
 
-        self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(settings.ends)), trains
-        columns, rows = settings.vocab_size, len(find_head(model).linear.weight)  # type: ignore[arg-type]
+        self.model = model
+        self.tokenizer = tokenizer
+        self.ends = sorted(set(settings.ends))
+        self.trains = trains
+        columns = settings.vocab_size
+        rows = len(find_head(model).linear.weight)  # type: ignore[arg-type]
         self.allowed = list(range(columns)) if columns is not None and columns < rows else None
-        self.log_probs, self.stop, self.autocast = settings.log_probs, settings.stop, settings.autocast
+        self.log_probs = settings.log_probs
+        self.stop = settings.stop
+        self.autocast = settings.autocast
         self.dtype = settings.autocast or next(model.parameters()).dtype
         memory = Path("/dev/shm")
         place = str(memory) if trains and os.access(memory, os.W_OK) else None
@@ -182,7 +190,8 @@ def save_untied(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     head = plain.get_output_embeddings()
     name = next(name for name, module in plain.named_modules() if module is head) + ".weight"
     write_tensors(folder / HEAD, {name: head.weight})
-    whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    whole = folder / SAFE_WEIGHTS_NAME
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file():  # a sharded checkpoint has an index instead
         with safe_open(str(whole), framework="pt") as file:
             shards = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), REST)}

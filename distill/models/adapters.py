@@ -109,7 +109,8 @@ def merged(model: Any) -> PreTrainedModel:
 def merge_in_place(model: Any) -> PreTrainedModel:
     """Merge the adapters into `model` itself, as `merged` does for a copy."""
     plain = model.get_base_model()
-    head, own = find_head(plain).linear, plain.get_input_embeddings()
+    head = find_head(plain).linear
+    own = plain.get_input_embeddings()
     embedding = own.get_base_layer() if hasattr(own, "lora_A") else getattr(own, "original_module", own)
     adapted = any(
         hasattr(module, part)
@@ -137,7 +138,8 @@ def save_adapter(model: Any, folder: Path) -> None:
 
     `AutoPeftModelForCausalLM.from_pretrained(folder)` then finds the base from anywhere.
     """
-    config, base = model.peft_config[model.active_adapter], model.get_base_model()
+    config = model.peft_config[model.active_adapter]
+    base = model.get_base_model()
     place = Path(config.base_model_name_or_path or "")
     if config.base_model_name_or_path and place.exists():
         config.base_model_name_or_path = str(place.resolve())
@@ -154,7 +156,8 @@ def base_of(folder: Path) -> dict[str, str | None]:
     if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
         return {}
     values = read_json(folder / "adapter_config.json", "student")
-    name, revision = values.get("base_model_name_or_path"), values.get("revision")
+    name = values.get("base_model_name_or_path")
+    revision = values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
         raise ValueError(
             f"student: expected base_model_name_or_path, and a revision or null, in {folder / 'adapter_config.json'}; "

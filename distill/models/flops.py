@@ -34,7 +34,6 @@ class FlopCounts(NamedTuple):
     trained_bytes: float = 0.0
 
     def total(self, tokens: float, trained: float, pairs: float) -> float:
-        """Return the FLOPs of so many tokens, trained tokens and pairs."""
         return self.token * tokens + self.trained * trained + self.pair * pairs
 
 
@@ -47,7 +46,8 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
-    decoder, linear = decoder_of(model), find_head(model).linear
+    decoder = decoder_of(model)
+    linear = find_head(model).linear
     embeddings = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     layer = decoder.__dict__.get(MARK)
     rows = [] if layer is None else row_parameters(layer)  # applied to the rows that the loss reads only
@@ -60,7 +60,8 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
         passes = [(p, 2.0 + (2 + 2 * p.requires_grad) * trains) for p in parameters]
         return sum(p.numel() * n for p, n in passes), sum(2 * sum(p.shape) * n for p, n in passes if p.dim() > 1)
 
-    (token, token_bytes), (trained, trained_bytes) = cost(body), cost([*linear.parameters(), *rows])
+    token, token_bytes = cost(body)
+    trained, trained_bytes = cost([*linear.parameters(), *rows])
     pair = 4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width
     return FlopCounts(token, trained, pair, token_bytes, trained_bytes)
 

@@ -44,7 +44,8 @@ def parts_of(model: nn.Module) -> list[Part]:
     for number, layer in enumerate(layers):
         for child, module in layer.named_children():
             name = f"{number}.{child}"
-            if linears := {at: linear for at, linear in _linears(module, f"{prefix}.{name}") if _fits(linear)}:
+            linears = {at: linear for at, linear in _linears(module, f"{prefix}.{name}") if _fits(linear)}
+            if linears:
                 found.append(Part(name, tuple(linears), sum(m.weight.numel() for m in linears.values())))
     return found
 
@@ -58,7 +59,8 @@ def find_skipped(model: nn.Module, skip: Sequence[str]) -> Part:
     if not skip:
         return Part("", (), 0)
     prefix, layers = find_layers(model)
-    whole, found = bare(model), dict[str, int]()
+    whole = bare(model)
+    found = dict[str, int]()
     for part in skip:
         try:
             inside = {at: m.weight.numel() for at, m in _linears(layers.get_submodule(part), f"{prefix}.{part}")}
@@ -110,7 +112,8 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
         correct_forward(model, section.attention, "teacher.attention")
     else:
         model = load_teacher(section, device="cpu", dtype=dtype)
-    left, (prefix, layers) = set(find_skipped(model, section.fp8_skip).linears), find_layers(model)
+    left = set(find_skipped(model, section.fp8_skip).linears)
+    prefix, layers = find_layers(model)
     with torch.random.fork_rng([device] if drawn and device.type == "cuda" else []):
         if drawn:
             torch.manual_seed(TEACHER_SEED)

@@ -47,7 +47,9 @@ class GpuSpec(NamedTuple):
 # step: on an H200 a SmolLM2-135M pair's takes 5 % less; with LoRA its kernels 9 %, the step as long
 JOINING_FAMILIES = frozenset({"sm_90"})
 
-PCIE_3, PCIE_4, PCIE_5 = 15.8, 31.5, 63.0
+PCIE_3 = 15.8
+PCIE_4 = 31.5
+PCIE_5 = 63.0
 # NVIDIA: data sheets of the cards (T4, V100, A10, A100, L4, L40, L40S, H100, H200, DGX B200) and, for GeForce and RTX,
 # the appendices of the GA102, Ada, Blackwell and RTX PRO Blackwell architecture white papers; where a sheet states
 # rates with sparsity, half of them. AMD: the MI300X data sheet. A10G: what AWS states for g5.

@@ -76,7 +76,8 @@ class DecoderGraphs:
         """Give every decoder its forward back, and the graphs' memory to the allocator."""
         for decoder in self._decoders:
             decoder.restore()
-        self._decoders, self.enabled = [], False
+        self._decoders = []
+        self.enabled = False
         torch.cuda.empty_cache()
 
     @property
@@ -98,12 +99,16 @@ class _Forward:
 
 class _GraphedDecoder:
     def __init__(self, graphs: DecoderGraphs, name: str, decoder: nn.Module, trains: bool) -> None:
-        self.graphs, self.name, self.decoder, self.trains = graphs, name, decoder, trains
+        self.graphs = graphs
+        self.name = name
+        self.decoder = decoder
+        self.trains = trains
         self._own = decoder.__dict__.get("forward")
         self.launched: Callable[..., Any] = self._own or types.MethodType(type(decoder).forward, decoder)
         self._captured: dict[Any, _Captured | None] = {}  # None: seen once
         self._captures = False
-        if why := _unsuited(decoder):
+        why = _unsuited(decoder)
+        if why:
             graphs.refused[name] = why
             return
         graphed = self
@@ -188,7 +193,8 @@ class _Captured:
         stand_ins: dict[str, torch.Tensor] = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
         self._leaves = list(stand_ins.values())
         self.addresses = [p.data_ptr() for p in self.parameters]
-        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        enabled = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda")
         # a cast weight in autocast's cache would be one of the graph's, read outside of it
         autocast = torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)
         with torch.inference_mode(False), torch.set_grad_enabled(trains), autocast:
@@ -196,13 +202,15 @@ class _Captured:
 
             def call() -> list[torch.Tensor]:
                 output = functional_call(decoder, stand_ins, (), {**self.inputs, "use_cache": False})
-                if more := {name for name, value in output.items() if value is not None} - {"last_hidden_state"}:
+                more = {name for name, value in output.items() if value is not None} - {"last_hidden_state"}
+                if more:
                     raise RuntimeError(f"its decoder returns more than hidden states: {', '.join(sorted(more))}")
                 return [output.last_hidden_state, *(recorder.tensors() if recorder is not None else ())]
 
             with _random_numbers_kept(), _without_random_state_of_checkpoints(decoder):
                 self._warm_up(call)
-                self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                self.forward = torch.cuda.CUDAGraph()
+                self.backward = torch.cuda.CUDAGraph()
                 with own_workspace():
                     with self._capturing(self.forward):
                         outputs = call()
@@ -284,7 +292,8 @@ class _Captured:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.captured, ctx.alive = captured, _Forward()
+        ctx.captured = captured
+        ctx.alive = _Forward()
         captured.graphs._unfinished = weakref.ref(ctx.alive)
         outputs = captured.run_forward()
         ctx.mark_non_differentiable(
@@ -353,7 +362,8 @@ def _random_numbers_kept() -> Iterator[None]:
         state: Any = np.random.get_state()
         return torch.get_rng_state().numpy().tobytes(), random.getstate(), state[1].tobytes() + bytes([state[2] % 256])
 
-    host, device = of_the_host(), torch.cuda.get_rng_state()
+    host = of_the_host()
+    device = torch.cuda.get_rng_state()
     try:
         yield
     finally:

@@ -213,7 +213,8 @@ def _read_lora(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     dropout = layer.lora_dropout[name]
     if isinstance(dropout, nn.Dropout) and dropout.p > 0:
         raise ValueError(f"student.lora.dropout: expected 0 where the head has a LoRA, got {dropout.p}")
-    a, b = layer.lora_A[name], layer.lora_B[name]
+    a = layer.lora_A[name]
+    b = layer.lora_B[name]
     if b.bias is not None or not isinstance(a, nn.Linear):
         raise ValueError("student.lora: a LoRA with biases on the head is not supported")
     return a.weight, b.weight, layer.scaling[name]
@@ -311,10 +312,12 @@ def _candidates(config: Any) -> list[LogitTransform]:
     caps = (getattr(config, field, None) for field in CAPS)
     softcap = next((cap for cap in caps if cap is not None), None)
     scales = []
-    if scaling := getattr(config, "logits_scaling", None):
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling:
         scales += [1.0 / scaling, float(scaling)]
     for field in ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scale"):
-        if scale := getattr(config, field, None):
+        scale = getattr(config, field, None)
+        if scale:
             scales.append(float(scale))
     scales = [scale for scale in scales if isinstance(scale, float)] + [1.0]
     shapes = [LogitTransform(scale, softcap) for scale in scales]

@@ -67,9 +67,11 @@ class StateRecorder:
     """
 
     def __init__(self, model: nn.Module, outputs: Collection[int] = (), attention: Collection[int] = ()) -> None:
-        self.outputs, self.attention = tuple(outputs), tuple(attention)
+        self.outputs = tuple(outputs)
+        self.attention = tuple(attention)
         self.states = LayerStates({}, {})
-        self._decoder, self._name = decoder_of(model), type(bare(model)).__name__
+        self._decoder = decoder_of(model)
+        self._name = type(bare(model)).__name__
         _, layers = find_layers(model)
         self._layers = {number: layers[number] for number in outputs}
         self._owners = {id(module): number for number in attention for module in layers[number].modules()}
@@ -95,12 +97,14 @@ class StateRecorder:
             del self._decoder.__dict__[RECORDER]
             for hook in hooks:
                 hook.remove()
-        if missing := sorted(set(self.outputs) - states.outputs.keys()):
+        missing = sorted(set(self.outputs) - states.outputs.keys())
+        if missing:
             raise ValueError(
                 f"loss.terms: hidden_state: layer {missing[0]} of {self._name} has no output [batch, tokens, hidden] "
                 "to compare"
             )
-        if missing := sorted(set(self.attention) - states.attention.keys()):
+        missing = sorted(set(self.attention) - states.attention.keys())
+        if missing:
             raise ValueError(
                 f"loss.terms: attention_relation: layer {missing[0]} of {self._name} does not call attention through "
                 "transformers' attention interface (eager attention, or none); set attention to sdpa, or leave the "
@@ -146,7 +150,8 @@ def _recorded_attention(states: LayerStates, owners: dict[int, int]) -> Iterator
             *args: object,
             **more: object,
         ) -> object:
-            if (number := owners.get(id(module))) is not None:
+            number = owners.get(id(module))
+            if number is not None:
                 states.attention[number] = AttentionInputs(query, key, value)
             return attend(module, query, key, value, *args, **more)
 

@@ -64,7 +64,8 @@ from distill.recipe.shipped import find_architecture
 
 log = logging.getLogger(__name__)
 
-TEACHER_SEED, STUDENT_SEED = 0, 1
+TEACHER_SEED = 0
+STUDENT_SEED = 1
 
 
 def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
@@ -89,7 +90,8 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         tokenizer("One text, 2 numbers.\n")  # a broken one may panic when it is first used
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if hostile := next((name for name in templates if not re.fullmatch(r"[\w-][\w.-]*", str(name))), None):
+    hostile = next((name for name in templates if not re.fullmatch(r"[\w-][\w.-]*", str(name))), None)
+    if hostile:
         raise ValueError(
             f"{field}.model: the tokenizer of {spec} has a chat template called {hostile!r}, which cannot be a file's "
             "name; rename it in tokenizer_config.json"
@@ -156,7 +158,8 @@ def load_student(
     Returns:
         A `PreTrainedModel`, or a `peft.PeftModel` around it; what is to be trained has `requires_grad`.
     """
-    device, dtype = torch.device(device), dtype or _named_dtype(section.dtype)
+    device = torch.device(device)
+    dtype = dtype or _named_dtype(section.dtype)
     if not section.is_cut:
         student = _load(section, "student", device, dtype, STUDENT_SEED)
     else:
@@ -207,7 +210,8 @@ def load_config(section: ModelSection, field: str) -> Any:
         path = find_architecture(section.config, f"{field}.config")
         return copy.deepcopy(_config_of(path, path.stat().st_mtime_ns, f"{field}.config", trusted))
     assert section.model is not None
-    spec, field = section.model, f"{field}.model"
+    spec = section.model
+    field = f"{field}.model"
     source = resolve_model_source(spec, field)
     arguments = remote_arguments(section, field.partition(".")[0])
     if source.gguf_file:
@@ -310,7 +314,6 @@ def _random(
 
 
 def model_options(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `from_config` from a section."""
     return {"dtype": dtype, "trust_remote_code": section.trust_remote_code, **_attention(section)}
 
 
@@ -345,12 +348,14 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
         return folder
     plain = merged(model) if is_lora else model
     with atomic_folder(folder, over=True) as unfinished:
-        used, plain.config.use_cache = plain.config.use_cache, True
+        used = plain.config.use_cache
+        plain.config.use_cache = True
         try:
             plain.save_pretrained(unfinished)
         finally:
             plain.config.use_cache = used
-        if (quantised := quantised_weights(model)) is not None:
+        quantised = quantised_weights(model)
+        if quantised is not None:
             quantised.saved().write(unfinished)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)

@@ -43,7 +43,6 @@ class MetaModel:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """Sizes of the model."""
         return shape_of(self.model)
 
     @functools.cached_property
@@ -152,7 +151,8 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
 def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:
     """Return the student's configuration; pruned from the teacher's where the recipe says so."""
     config = teacher_config if section.is_cut else meta_config(section, "student")
-    if (cut := section.cut) is not None:
+    cut = section.cut
+    if cut is not None:
         widths = target_widths(cut, config)
         config = student_config(config, layer_indices(cut, layers_of(config)), widths)
     return config

@@ -34,7 +34,8 @@ class OutputRows:
     """
 
     def __init__(self, layer: nn.Module, rows: torch.Tensor) -> None:
-        self.layer, self.rows = layer, rows
+        self.layer = layer
+        self.rows = rows
 
 
 def mark(decoder: nn.Module, layer: nn.Module, verdicts: dict[Any, Any]) -> None:
@@ -146,7 +147,8 @@ class _PutBack(torch.autograd.Function):
 def computes_rows(decoder: nn.Module, layer: nn.Module) -> bool:
     """Return whether a layer computes single rows as it does among all, which holds for a last layer only."""
     device = next(decoder.parameters()).device
-    ids, rows = torch.arange(6, device=device)[None], torch.tensor([1, 4], device=device)
+    ids = torch.arange(6, device=device)[None]
+    rows = torch.tensor([1, 4], device=device)
     try:
         whole = decoder(input_ids=ids, use_cache=False).last_hidden_state
         selected = decoder(input_ids=ids, use_cache=False, **{NAME: OutputRows(layer, rows)}).last_hidden_state

@@ -32,7 +32,8 @@ from distill.models.prune.widths import GROUPED, Widths, widths_of
 from distill.recipe import FromTeacher, Importance, Student
 from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 
-STEPS, LEAST = 32, 0.25
+STEPS = 32
+LEAST = 0.25
 # what is cut in each proportion: the share of the way from 1 that each part goes
 PROPORTIONS: dict[str, dict[str, float]] = {
     "depth": {"layers": 1.0},
@@ -102,15 +103,21 @@ def candidates(
     for name, parts in PROPORTIONS.items():
         if lacking & parts.keys():
             continue
-        low, high = 0, STEPS  # steps that cost too much, and that may be within
+        # steps that cost too much, and that may be within
+        low = 0
+        high = STEPS
         cut = shape_at(config, parts, 1.0, columns, importance)
-        if (reached := cost(cut)) > share:
+        reached = cost(cut)
+        if reached > share:
             continue
         while high - low > 1:
             middle = (low + high) // 2
             nearer = shape_at(config, parts, middle / STEPS, columns, importance)
-            if (value := cost(nearer)) <= share:
-                high, cut, reached = middle, nearer, value
+            value = cost(nearer)
+            if value <= share:
+                high = middle
+                cut = nearer
+                reached = value
             else:
                 low = middle
         if reached >= 0.9 * share and cut not in seen:
@@ -143,14 +150,16 @@ def shape_at(
     importance: Importance | None,
 ) -> FromTeacher:
     """Return the shape `way` (0 to 1) along a proportion, from the whole teacher to `LEAST` of it."""
-    full, layers = widths_of(config), config.get_text_config().num_hidden_layers
+    full = widths_of(config)
+    layers = config.get_text_config().num_hidden_layers
     kept = {name: 1 - (1 - LEAST) * way * part for name, part in parts.items()}
     kv_heads = max(1, round(full.kv_heads * kept.get("heads", 1.0)))
     heads = kv_heads * full.group
     share = kept.get("columns", 1.0)
     narrower = {axis: _multiple(count, _step(count), share) for axis, count in columns.items()}
     widths = full._replace(heads=heads, kv_heads=kv_heads, **narrower)
-    if (routing := routing_of(config.get_text_config())) is not None:
+    routing = routing_of(config.get_text_config())
+    if routing is not None:
         experts = int(routing.experts * kept.get("experts", 1.0)) // routing.groups * routing.groups
         widths = widths._replace(experts=max(routing.least, experts))
     widths = widths._replace(hidden=_hidden(config, widths, kept.get("hidden", 1.0)))
@@ -175,7 +184,8 @@ def _hidden(config: PreTrainedConfig, widths: Widths, share: float) -> int:
     """Return hidden channels within a share: a multiple of `_step`, and of the heads where the family's configuration
     requires it.
     """
-    full, layers = widths.hidden, range(config.get_text_config().num_hidden_layers)
+    full = widths.hidden
+    layers = range(config.get_text_config().num_hidden_layers)
     if share >= 1 and full % widths.heads == 0:
         return full
     plain = _multiple(full, _step(full), share)
@@ -197,7 +207,8 @@ class TeacherOutputs:
     """
 
     def __init__(self, teacher: nn.Module, rows: Sequence[Row]) -> None:
-        self.rows, self.teacher = rows, teacher
+        self.rows = rows
+        self.teacher = teacher
         self.transform = probe_logits(teacher, "teacher")
         self.hidden = [_last_hidden(teacher, row) for row in rows]
 
@@ -211,9 +222,11 @@ class TeacherOutputs:
             teacher_logit_scale=self.transform.scale,
             teacher_softcap=self.transform.softcap,
         )
-        mine, theirs = (read_head(find_head(model)) for model in (student, self.teacher))
+        mine = read_head(find_head(student))
+        theirs = read_head(find_head(self.teacher))
         columns = min(len(mine.weight), len(theirs.weight))
-        total, tokens = 0.0, 0
+        total = 0.0
+        tokens = 0
         with torch.no_grad():
             for row, hidden in zip(self.rows, self.hidden, strict=True):
                 states = _last_hidden(student, row)
@@ -227,7 +240,8 @@ class TeacherOutputs:
                     vocab_size=None if len(mine.weight) == len(theirs.weight) else columns,
                 )
                 assert isinstance(result, torch.Tensor)
-                total, tokens = total + float(result) * len(states), tokens + len(states)
+                total = total + float(result) * len(states)
+                tokens = tokens + len(states)
         return total / tokens
 
 

@@ -47,7 +47,8 @@ def stored_bits(found: Mapping[str, Any]) -> float | None:
     """Bits that a weight of a linear layer takes, scales included where they are known; None where nothing is known."""
     if found.get("load_in_4bit"):
         return NF4
-    bits, group = found.get("bits"), found.get("group_size")
+    bits = found.get("bits")
+    group = found.get("group_size")
     if isinstance(bits, int | float) and bits > 0:
         # a 16-bit scale and a zero point for each group
         return bits + (16 + bits) / group if isinstance(group, int) and group > 0 else float(bits)

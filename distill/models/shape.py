@@ -50,7 +50,8 @@ class Shape(NamedTuple):
 def shape_of(model: nn.Module) -> Shape:
     """Count `model`, which may lie on the meta device; bare or inside PEFT."""
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-    decoder, head = decoder_of(model), find_head(model).linear
+    decoder = decoder_of(model)
+    head = find_head(model).linear
     weight: Any = head.weight
     linears: list[Any] = [m for m in decoder.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     adapters: list[Any] = [m for m in bare(model).modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]

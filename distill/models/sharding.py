@@ -39,7 +39,6 @@ class Placement(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Return a short description."""
         if self is SINGLE_PROCESS:
             return "one device"
         return ", teacher ".join([self.student, *["sharded"] * self.teacher_sharded])
@@ -58,7 +57,6 @@ SINGLE_PROCESS = Placement("ddp", False, True, "one process")
 
 
 def is_sharded(model: nn.Module | None) -> bool:
-    """Return whether the parameters of `model` are sharded."""
     return model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -66,7 +64,8 @@ def own_rows(count: int) -> slice:
     """Return the rows of a parameter with `count` of them that FSDP2 gives this process, as `torch.chunk` cuts them."""
     import torch.distributed as dist
 
-    each, rank = -(-count // dist.get_world_size()), dist.get_rank()
+    each = -(-count // dist.get_world_size())
+    rank = dist.get_rank()
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
@@ -87,7 +86,8 @@ def gather_rows(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         assert len(rows) == len(parameter), "the parameter is not sharded yet"
         return rows
     whole = torch.empty(len(parameter), *rows.shape[1:], device="meta")
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     sharded = DTensor.from_local(rows, mesh, placements, shape=whole.shape, stride=whole.stride())
     gathered: torch.Tensor = sharded.full_tensor()
     return gathered
@@ -113,7 +113,9 @@ def shard_teacher(teacher: nn.Module) -> nn.Module:
     kind = "cuda" if dist.get_backend().endswith("nccl") or "cuda" in dist.get_backend() else "cpu"
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     teacher.eval().requires_grad_(False)
-    decoder, head, embedding = decoder_of(teacher), find_head(teacher).module, teacher.get_input_embeddings()  # type: ignore[operator]
+    decoder = decoder_of(teacher)
+    head = find_head(teacher).module
+    embedding = teacher.get_input_embeddings()  # type: ignore[operator]
     tied = embedding.weight is find_head(teacher).linear.weight
     units = [*find_layers(teacher)[1], *([[embedding, head]] if tied else [embedding, head]), decoder]
     for unit in units:
@@ -162,7 +164,8 @@ def whole_student(accelerator: Any, model: nn.Module) -> Any:
     Returns:
         The model; None on the other processes. That of a quantised one has the blocks that it is saved with.
     """
-    state, weights = accelerator.get_state_dict(model), quantised_weights(model)
+    state = accelerator.get_state_dict(model)
+    weights = quantised_weights(model)
     blocks = None if weights is None else weights.saved()
     if not is_main_process():
         return None

@@ -58,7 +58,8 @@ class CompositeLoss:
         own = [term for term in weighted if term.type in makers]
         rest = [term for term in weighted if term.type not in makers]
         self.own = [makers[term.type](term, section, pairing, transform) for term in own]
-        self.pairing, transforms = pairing, LogitTransforms(pairing.student, transform)
+        self.pairing = pairing
+        transforms = LogitTransforms(pairing.student, transform)
         self.fused = [(build_loss(section.model_copy(update={"terms": rest}), transforms), True)] if rest else []
         self.terms = [term for loss, _ in self.fused for term in loss.terms]
         self.terms += [LossTerm(str(getattr(term, "function", term.type)), term.weight) for term in own]
@@ -66,14 +67,17 @@ class CompositeLoss:
             self.fused.append((build_loss("forward_kl", transforms), False))
         self.measured = self.fused[-1][0]
         self.reads_layers = section.reads_layers
-        self.objective, self.reduction, self.workspace = self.measured.objective, "mean", None
+        self.objective = self.measured.objective
+        self.reduction = "mean"
+        self.workspace = None
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> LossResult:
-        """Return the loss inside the student head's own call."""
         both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)
-        arguments, statistics = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}, None
+        arguments = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}
+        statistics = None
         for loss in (*self.own, *(loss for loss, _ in self.fused)):
-            loss.reduction, loss.workspace = self.reduction, self.workspace
+            loss.reduction = self.reduction
+            loss.workspace = self.workspace
         first, *values = [loss(call, teacher) for loss in self.own]
         for loss, counts in self.fused:
             if counts or call.inputs.statistics:

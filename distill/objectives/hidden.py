@@ -72,7 +72,8 @@ class StoredHead:
     """
 
     def __init__(self, weights: HeadWeights, name: str = "the stored head") -> None:
-        self.name, (weight, bias, lora) = name, weights
+        self.name = name
+        weight, bias, lora = weights
         self.weights = HeadWeights(aligned(weight), None if bias is None else aligned(bias), lora)
         self.rows = len(weight)
 
@@ -82,7 +83,6 @@ class StoredHead:
         yield self.weights
 
     def to(self, device: torch.device) -> None:
-        """Move the weights."""
         weight, bias, _ = self.weights
         self.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
@@ -120,7 +120,8 @@ class FusedFormat(TargetFormat, ComparesTokens):
     @torch.no_grad()
     def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the overlap from the student head's GEMM alone: scale and soft cap do not change the order."""
-        hidden, head = call.hidden.flatten(0, 1)[rows], call.head
+        hidden = call.hidden.flatten(0, 1)[rows]
+        head = call.head
         # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
         with torch.autocast(hidden.device.type, enabled=False):
             own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
@@ -146,7 +147,8 @@ class HiddenFormat(FusedFormat):
     separate = LOSSES
 
     def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
-        self.head, self.transform = head, transform
+        self.head = head
+        self.transform = transform
         self.properties = TargetProperties((head.rows,))
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:

@@ -36,12 +36,13 @@ class LayerTermLoss:
         pairing: VocabularyAlignment,
         transform: LogitTransform,
     ) -> None:
-        self.term, self.reduction = term, "mean"
+        self.term = term
+        self.reduction = "mean"
         self.workspace: int | None = None
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
-        """Return the loss inside the student head's own call."""
-        states, labels = call.inputs.layers, call.labels
+        states = call.inputs.layers
+        labels = call.labels
         assert states is not None, "the objective records layers for a loss that reads them"
         rows = call.valid_rows
         if rows is None:
@@ -83,13 +84,12 @@ class AttentionRelationLoss(LayerTermLoss):
     term: AttentionRelationTerm
 
     def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
-        matched, total = states.matching.find(self.term), None
+        matched = states.matching.find(self.term)
+        total = None
         for own, other in matched.pairs:
             for name in self.term.relations:
-                student, teacher = (
-                    split_heads(getattr(side.attention[number], name), matched.heads)
-                    for side, number in ((states.student, own), (states.teacher, other))
-                )
+                student = split_heads(getattr(states.student.attention[own], name), matched.heads)
+                teacher = split_heads(getattr(states.teacher.attention[other], name), matched.heads)
                 value = relation_divergence(student, teacher, states.documents)
                 total = value if total is None else total + value
         assert total is not None

@@ -119,7 +119,8 @@ class StepStates:
     """
 
     def __init__(self, matching: LayerMatching, teacher: LayerStates) -> None:
-        self.matching, self.teacher = matching, teacher
+        self.matching = matching
+        self.teacher = teacher
         self.student = LayerStates({}, {})
         self.documents: torch.Tensor | None = None
         self.sums: dict[str, torch.Tensor] = {}
@@ -157,7 +158,9 @@ class LayerMatching:
     """
 
     def __init__(self, terms: Sequence[MatchedTerm], teacher: nn.Module, student: nn.Module) -> None:
-        self.terms, self.teacher, self.inner = terms, teacher, bare(student)
+        self.terms = terms
+        self.teacher = teacher
+        self.inner = bare(student)
         self.of_student, self.of_teacher = self._recorder(student, 0), self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
         if len(self.projections):
@@ -208,7 +211,8 @@ class LayerMatching:
             )
         saved = load_file(checkpoint / FILE)
         for number, each in enumerate(self._projections()):
-            weight, value = each.weight, saved[str(number)].to(each.weight.device)
+            weight = each.weight
+            value = saved[str(number)].to(each.weight.device)
             if isinstance(weight, DTensor):
                 value = distribute_tensor(value, weight.device_mesh, weight.placements)
             weight.copy_(value)
@@ -266,7 +270,8 @@ def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConf
 
 def _matched(term: AnyTerm, name: str, student: PreTrainedConfig, teacher: PreTrainedConfig) -> MatchedTerm:
     pairs = pairs_of(term.layers, layers_of(student), layers_of(teacher))
-    width, wanted = (config.get_text_config().hidden_size for config in (student, teacher))
+    width = student.get_text_config().hidden_size
+    wanted = teacher.get_text_config().hidden_size
     plain = term.model_copy(update={"weight": 1.0})
     if isinstance(term, AttentionRelationTerm):
         pairs = pairs[-1:] if term.layers == "auto" else pairs

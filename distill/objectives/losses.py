@@ -25,9 +25,7 @@ class TargetLoss(Protocol):
     objective: Any
 
     @property
-    def terms(self) -> Sequence[LossTerm]:
-        """The terms, each with its weight."""
-        ...
+    def terms(self) -> Sequence[LossTerm]: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; arguments as its format passes them."""
@@ -98,7 +96,8 @@ def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillati
     if isinstance(loss, FusedDistillationLoss):
         for name, expected in transforms.items():
             field = name.replace("_logit_scale", "_scale")
-            if (value := getattr(loss.objective, field)) != (expected or 0.0):
+            value = getattr(loss.objective, field)
+            if value != (expected or 0.0):
                 raise ValueError(f"loss.{name}: expected {expected} for these models, got {value}")
         return loss
     if isinstance(loss, str):
@@ -129,7 +128,8 @@ class HeldOutLoss(nn.Module):
         super().__init__()
         self.forward_kl = loss_of(LossTerm("forward_kl", 1.0))
         self.reverse = loss_of(LossTerm("reverse_kl", 1.0)) if reverse else None
-        self.terms, self.objective = self.forward_kl.terms, self.forward_kl.objective
+        self.terms = self.forward_kl.terms
+        self.objective = self.forward_kl.objective
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the forward loss and its statistics, the reverse divergence last; arguments as of the losses."""

@@ -55,7 +55,8 @@ SPANS = Measure("span divergence", "aligned span", "divergence")
 
 def together(measures: Sequence[Measure]) -> Measure:
     """Return the measure of the divergences of several routes, each of its own kind."""
-    names, units = (dict.fromkeys(getattr(each, part) for each in measures) for part in ("name", "unit"))
+    names = dict.fromkeys(each.name for each in measures)
+    units = dict.fromkeys(each.unit for each in measures)
     key = KL.key if all(each.key == KL.key for each in measures) else SPANS.key
     return Measure(" / ".join(names), "place" if len(units) > 1 else "".join(units), key)
 
@@ -64,7 +65,8 @@ def cache_measure(manifest: Mapping[str, Any]) -> Measure:
     """Return the measure of a run from a cache, by the cache's manifest."""
     if manifest.get("kind") == "hidden":
         return KL
-    k, temperature = manifest["k"], float(manifest["temperature"])
+    k = manifest["k"]
+    temperature = float(manifest["temperature"])
     name = {"bucket": f"KL over {k + 1} outcomes", "renormalize": f"KL over {k} tokens", "sampled": "estimated KL"}
     return Measure(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
 

@@ -36,12 +36,13 @@ class PluginTermLoss:
         pairing: VocabularyAlignment,
         transform: LogitTransform,
     ) -> None:
-        self.term, self.pairing, self.reduction = term, pairing, "mean"
+        self.term = term
+        self.pairing = pairing
+        self.reduction = "mean"
         self.workspace: int | None = None
         self.chunked = ChunkedLoss(_with_transforms(functions[term.function], pairing.student, transform))
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
-        """Return the loss inside the student head's own call."""
         arguments = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}
         del arguments["return_stats"]
         both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)

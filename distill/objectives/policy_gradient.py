@@ -81,15 +81,20 @@ def surrogate_loss(
 
 def discounted(values: torch.Tensor, learned: torch.Tensor, discount: float) -> torch.Tensor:
     """Return sum_k discount^k values[t + k] over the rest of each stretch of `learned` tokens; [B, S], by doubling."""
-    total, reaches, step = values, learned, 1
+    total = values
+    reaches = learned
+    step = 1
     while step < values.shape[-1]:
-        later, open_ = torch.zeros_like(total), torch.zeros_like(reaches)
-        later[..., :-step], open_[..., :-step] = total[..., step:], reaches[..., step:]
+        later = torch.zeros_like(total)
+        open_ = torch.zeros_like(reaches)
+        later[..., :-step] = total[..., step:]
+        open_[..., :-step] = reaches[..., step:]
         # `reaches`: the next `step` tokens, this one included, are of one stretch
         follows = torch.zeros_like(learned)
         follows[..., :-step] = learned[..., step:]
         total = total + discount**step * later * (reaches & follows)
-        reaches, step = reaches & open_, 2 * step
+        reaches = reaches & open_
+        step = 2 * step
     return total
 
 
@@ -110,12 +115,13 @@ class SampledTokenLoss:
     def __init__(
         self, term: PolicyGradientTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
     ) -> None:
-        self.term, self.pairing, self.transform = term, pairing, transform
+        self.term = term
+        self.pairing = pairing
+        self.transform = transform
         self.reduction = "mean"
         self.workspace: int | None = None
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
-        """Return the loss inside the student head's own call."""
         teacher_log_p = self._teacher_log_p(call, teacher) if self.term.teacher_weight else None
         sampled = call.inputs.sampled_log_p if self.term.importance else None
         rewards = call.inputs.advantages if self.term.reward is not None else None
@@ -162,7 +168,9 @@ class SampledTokenLoss:
         self, call: HeadForward, teacher_log_p: torch.Tensor, sampled: torch.Tensor | None, rewards: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the loss with advantages that depend on later tokens of the response."""
-        term, student, learned = self.term, self.pairing.student, call.labels != IGNORE_INDEX
+        term = self.term
+        student = self.pairing.student
+        learned = call.labels != IGNORE_INDEX
         log_p = fused_log_probs(
             call.hidden,
             call.head.weight,

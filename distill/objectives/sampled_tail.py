@@ -31,7 +31,8 @@ class TailTargets:
     """
 
     def __init__(self, ids: torch.Tensor, log_p: torch.Tensor, label_log_p: torch.Tensor) -> None:
-        self.ids, self.log_p = ids.flatten(0, -2).long(), log_p.flatten(0, -2).clamp_min(IMPOSSIBLE)
+        self.ids = ids.flatten(0, -2).long()
+        self.log_p = log_p.flatten(0, -2).clamp_min(IMPOSSIBLE)
         self.label_log_p = label_log_p.flatten().clamp_min(IMPOSSIBLE)
 
 
@@ -49,14 +50,17 @@ class SampledTail:
     """
 
     def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment) -> None:
-        self.pairing, self.temperature = pairing, section.temperature
+        self.pairing = pairing
+        self.temperature = section.temperature
         squared = self.temperature**2 if section.scale_by_temperature_squared else 1.0
-        self.weight, self.reduction = term.weight * squared, "mean"
+        self.weight = term.weight * squared
+        self.reduction = "mean"
         self.workspace: int | None = None
 
     def of(self, call: HeadForward, targets: TailTargets) -> torch.Tensor:
         """Return the loss inside the student head's own call; inf where the teacher gives one of them probability 0."""
-        labels, drawn = call.labels.flatten(), call.inputs.sampled_log_p
+        labels = call.labels.flatten()
+        drawn = call.inputs.sampled_log_p
         drawn = None if drawn is None else drawn.flatten()
         numbers = torch.arange(len(labels), device=labels.device).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
         wide = torch.promote_types(call.hidden.dtype, torch.float32)
@@ -65,10 +69,13 @@ class SampledTail:
         def tokens_loss(raw: torch.Tensor, _: object, rows: torch.Tensor | None) -> torch.Tensor:
             assert rows is not None
             at = rows.clamp_min(0)
-            z, y = self.pairing.student.applied(raw), labels[at].clamp_min(0)[:, None]
+            z = self.pairing.student.applied(raw)
+            y = labels[at].clamp_min(0)[:, None]
             log_s = (z / self.temperature).log_softmax(-1)
             log_q = z.detach().log_softmax(-1).gather(-1, y)[:, 0] if drawn is None else drawn[at].to(log_s.dtype)
-            ids, log_t, label_log_t = targets.ids[at], targets.log_p[at], targets.label_log_p[at]
+            ids = targets.ids[at]
+            log_t = targets.log_p[at]
+            label_log_t = targets.label_log_p[at]
             losses = generalised_kl(log_s.gather(-1, ids), log_t.to(log_s.dtype)).sum(-1)
             outside = (rows >= 0) & ~(ids == y).any(-1)
             tail = generalised_kl(log_s.gather(-1, y)[:, 0], label_log_t.to(log_s.dtype), log_q)
@@ -87,5 +94,6 @@ class SampledTail:
 
 def generalised_kl(log_a: torch.Tensor, log_b: torch.Tensor, log_q: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Return (a log(a / b) - a + b) / q of each element, from logarithms; gradients go to `log_a`."""
-    a, b = (log_a - log_q).exp(), (log_b - log_q).exp()
+    a = (log_a - log_q).exp()
+    b = (log_b - log_q).exp()
     return a * (log_a - log_b) - a + b

@@ -115,7 +115,9 @@ class CrossTokenizerLoss(nn.Module):
 
     def __init__(self, plain: FusedDistillationLoss, shared: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self.terms, self.objective, self.shared = plain.terms, plain.objective, shared
+        self.terms = plain.terms
+        self.objective = plain.objective
+        self.shared = shared
         self._outcomes: dict[tuple[int, int, torch.device], Outcomes] = {}
 
     def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
@@ -150,7 +152,9 @@ class CrossTokenizerLoss(nn.Module):
         required = RequiredGrads(
             *(torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves)
         )
-        device, spans, o = student_hidden.device, targets.spans, self.objective
+        device = student_hidden.device
+        spans = targets.spans
+        o = self.objective
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else student_hidden.dtype
         outcomes = self.outcomes(len(student.weight), len(teacher.weight), device)
@@ -201,7 +205,8 @@ class CrossTokenizerLoss(nn.Module):
             head: the teacher's.
             rows: Number of rows of the student's head.
         """
-        dtype, columns = targets.hidden.dtype, len(head.weight)
+        dtype = targets.hidden.dtype
+        columns = len(head.weight)
         outcomes = self.outcomes(rows, columns, targets.hidden.device)
         begins = targets.spans.teacher[:, :1]
         widths = torch.ones(2, len(begins), dtype=torch.int64)
@@ -216,7 +221,8 @@ class CrossTokenizerLoss(nn.Module):
         self, targets: SpanTargets, head: HeadWeights, spans: torch.Tensor, widths: torch.Tensor, dtype: torch.dtype
     ) -> _Part:
         whole = Head(targets.hidden.detach().flatten(0, -2), head.weight.detach(), head.bias)
-        o, rows = self.objective, _span_rows(spans, widths, targets.teacher_ids)
+        o = self.objective
+        rows = _span_rows(spans, widths, targets.teacher_ids)
         return _Part(whole.cut(len(head.weight), dtype), o.teacher_scale, o.teacher_softcap, *rows)
 
 
@@ -248,9 +254,12 @@ def _chunks(
     elif device.type == "cuda":
         elements = device_facts(device).memory_bytes // CHUNK_SHARE
     taken = (widths[0] * student_columns + widths[1] * teacher_columns).cumsum(0)
-    chunks, start, before = [], 0, 0
+    chunks = []
+    start = 0
+    before = 0
     while start < len(taken):
         stop = max(int(torch.searchsorted(taken, before + elements, right=True)), start + 1)
         chunks.append((start, stop))
-        start, before = stop, int(taken[stop - 1])
+        start = stop
+        before = int(taken[stop - 1])
     return chunks

@@ -98,7 +98,8 @@ class Outcomes(NamedTuple):
     def of(student: torch.Tensor, teacher: torch.Tensor, student_rows: int, teacher_rows: int) -> Outcomes:
         """Return the constants for the shared ids, [C] each, and both heads' rows; ids without a row are dropped."""
         known = (student < student_rows) & (teacher < teacher_rows)
-        student, teacher = student[known], teacher[known]
+        student = student[known]
+        teacher = teacher[known]
         partner = torch.full((student_rows,), -1, dtype=torch.int64, device=student.device)
         partner[student] = teacher
         return Outcomes(Tokens.of(student, student_rows), Tokens.of(teacher, teacher_rows), partner)
@@ -123,7 +124,6 @@ class Beginning(NamedTuple):
 
     @staticmethod
     def of(side: Side, tokens: Tokens) -> Beginning:
-        """Return the first tokens of a side's spans."""
         first = side.tokens[side.first]
         return Beginning(side.log_p[side.first], first, tokens.place[first], side.whole(), tokens)
 
@@ -146,7 +146,9 @@ class Rest(NamedTuple):
     @staticmethod
     def of(own: Beginning, other: Beginning, apart: torch.Tensor) -> Rest:
         """Return one side's rest; the shared tokens set apart are its first ones, and partners of the other side's."""
-        tokens, first, count = own.tokens, own.first, len(own.tokens.shared)
+        tokens = own.tokens
+        first = own.first
+        count = len(own.tokens.shared)
         partner = tokens.shared[other.place.clamp_max(count - 1)] if count else torch.zeros_like(first)
         ids = torch.cat([tokens.rest.expand(len(first), -1), first[:, None], partner[:, None]], 1)
         # The unshared tokens always count. The last two columns hold the span's own first token and the one that is the
@@ -178,8 +180,10 @@ def compare_spans(
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].
     """
-    m, shared = len(student.first), len(outcomes.student.shared)
-    s, t = Beginning.of(student, outcomes.student), Beginning.of(teacher, outcomes.teacher)
+    m = len(student.first)
+    shared = len(outcomes.student.shared)
+    s = Beginning.of(student, outcomes.student)
+    t = Beginning.of(teacher, outcomes.teacher)
     # A span is one shared outcome only where each side reads it as a single token and the two tokens are partners.
     several = (torch.bincount(side.span, minlength=m) > 1 for side in (student, teacher))
     apart = next(several) | next(several) | (outcomes.partner[s.first] != t.first)  # the span is an outcome of its own
@@ -189,8 +193,10 @@ def compare_spans(
     for place in (s.place, t.place):
         hidden.scatter_(1, torch.where(apart, place, shared)[:, None], True)
     hidden = hidden[:, :shared]
-    rest_s, rest_t = Rest.of(s, t, apart), Rest.of(t, s, apart)
-    width, own = max(rest_s.values.shape[1], rest_t.values.shape[1]), rest_s.values.shape[1]
+    rest_s = Rest.of(s, t, apart)
+    rest_t = Rest.of(t, s, apart)
+    width = max(rest_s.values.shape[1], rest_t.values.shape[1])
+    own = rest_s.values.shape[1]
     # The k-th largest against the k-th largest, the shorter side padded by outcomes of probability 0. `order` brings
     # the signs back to the outcomes that they belong to.
     sorted_s, order = nn.functional.pad(rest_s.values, (0, width - own)).sort(-1, descending=True)
@@ -199,10 +205,13 @@ def compare_spans(
     total = sum(weights)
     loss = total * difference.abs().sum(-1)
 
-    a, b = s.log_p[:, s.tokens.shared], t.log_p[:, t.tokens.shared]
-    p_a, p_b = a.exp(), b.exp()
+    a = s.log_p[:, s.tokens.shared]
+    b = t.log_p[:, t.tokens.shared]
+    p_a = a.exp()
+    p_b = b.exp()
     # From here on A = dL / dlog p in three parts: at shared tokens, at the span's text, at the rest.
-    at_shared, at_span = (torch.zeros_like(a) if slope else None), torch.zeros_like(s.whole)
+    at_shared = torch.zeros_like(a) if slope else None
+    at_span = torch.zeros_like(s.whole)
     for kind, weight, parameter in zip(objective.kinds, weights, objective.parameters, strict=True):
         f, g = reference_terms(kind, parameter, a, b, p_a, p_b)
         loss += weight * f.masked_fill_(hidden, 0.0).sum(-1)
@@ -231,9 +240,11 @@ def span_figures(
 ) -> TokenStats:
     """Return `TokenStats` of a chunk's spans, [m] each, at temperature 1: labels are the spans' texts."""
     divergence, _ = compare_spans(student, teacher, outcomes, objective, objective.divergence_weights, slope=False)
-    log_s, log_t = student.log_p[student.first], teacher.log_p[teacher.first]
+    log_s = student.log_p[student.first]
+    log_t = teacher.log_p[teacher.first]
     entropies = [-torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1) for log_p in (log_s, log_t)]
-    own, others = unique_argmax(log_s), unique_argmax(log_t)
+    own = unique_argmax(log_s)
+    others = unique_argmax(log_t)
     agreement = (own >= 0) & (others >= 0) & (outcomes.partner[own] == others)
     own, others = label_logprobs
     return TokenStats(divergence, -own, entropies[0], entropies[1], agreement.to(own.dtype), own, others)

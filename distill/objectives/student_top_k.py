@@ -70,11 +70,12 @@ class StudentTopKTailLoss(SampledTail):
 
     def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
         super().__init__(term, section, pairing)
-        self.k, self.transform = min(term.k, pairing.columns), transform
+        self.k = min(term.k, pairing.columns)
+        self.transform = transform
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
-        """Return the loss inside the student head's own call."""
-        parts, labels = [], call.labels.flatten().clamp_min(0)
+        parts = []
+        labels = call.labels.flatten().clamp_min(0)
         with torch.no_grad():
             for here, ids, log_p in top_k_chunks(
                 call, teacher, self.transform, self.pairing, (self.k, self.temperature)
@@ -108,10 +109,14 @@ def top_k_chunks(
     Yields:
         Flat rows int64 [n], tokens int64 [n, K] in no order, log-probabilities of all columns [n, columns].
     """
-    (k, at), hidden, targets, kind = settings, call.hidden.flatten(0, 1), call.inputs.targets, call.hidden.device.type
+    k, at = settings
+    hidden = call.hidden.flatten(0, 1)
+    targets = call.inputs.targets
+    kind = call.hidden.device.type
     assert isinstance(targets, torch.Tensor)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.head.weight.dtype
-    columns, targets = pairing.columns, targets.flatten(0, 1)
+    columns = pairing.columns
+    targets = targets.flatten(0, 1)
     student = Head(hidden, call.head.weight, call.head.bias, *(call.head.lora or ())).cut(columns, dtype)
     rows = torch.arange(len(hidden), device=hidden.device) if call.valid_rows is None else call.valid_rows
     with torch.no_grad(), torch.autocast(kind, enabled=False):

@@ -57,7 +57,8 @@ def top_k_targets(stored: Mapping[str, torch.Tensor], rows: torch.Tensor, shape:
         shape: Shape of the batch, [B, S].
         tail: Representation of the other tokens in the cache.
     """
-    logprobs, surplus = stored["logprobs"].float(), None
+    logprobs = stored["logprobs"].float()
+    surplus = None
     if tail == "sampled":
         surplus = spread(surplus_of(logprobs, stored["tail"]), rows, shape).flatten()
     else:
@@ -83,7 +84,8 @@ class TopKFormat(TargetFormat):
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         self.manifest = manifest
-        self.tail, self.temperature = manifest["tail"], float(manifest["temperature"])
+        self.tail = manifest["tail"]
+        self.temperature = float(manifest["temperature"])
         self.transform = LogitTransform(manifest["scale"], manifest["softcap"])
         self.columns = int(manifest["vocabulary"])
         at = f"at temperature {self.temperature:g}"
@@ -177,7 +179,8 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
     hard = sum(term.weight for term in loss.terms if term.type == "cross_entropy")
     if not soft:
         return loss
-    kinds, possible = {term.type for term in soft}, format.properties.divergences
+    kinds = {term.type for term in soft}
+    possible = format.properties.divergences
     if len(kinds) > 1 or kinds - possible:
         got = " + ".join(f"{term.weight:g} {term.type}" for term in soft)
         raise ValueError(

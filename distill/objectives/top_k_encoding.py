@@ -106,7 +106,8 @@ def encode(
         generator: random generator of the device, for `sampled`.
     """
     columns, k, tail, temperature = encoding
-    rows, parts = rows_at_once(hidden.device, columns), []
+    rows = rows_at_once(hidden.device, columns)
+    parts = []
     for start in range(0, len(hidden), rows):
         here = slice(start, start + rows)
         logits, logp = log_probabilities(hidden[here], head, transform, columns, temperature)
@@ -139,7 +140,8 @@ def _sampled(
     certain = (top >= left / places).cumprod(-1).bool()
     sure = torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, certain)
     ends = p.masked_fill(sure, 0.0).cumsum(-1, dtype=torch.float64)
-    mass, left_over = ends[:, -1:].clone(), k - certain.sum(-1, keepdim=True)
+    mass = ends[:, -1:].clone()
+    left_over = k - certain.sum(-1, keepdim=True)
     ends.mul_(left_over / mass.clamp_min(torch.finfo(torch.float64).tiny))
     u = torch.rand(len(p), 1, generator=generator, device=p.device, dtype=torch.float64)
     passed = ends.sub_(u).ceil_().clamp_min_(0).minimum(left_over)  # points j + u below the end of a token's interval
@@ -189,8 +191,10 @@ def rounding_cost(
     """Return KL(exact || stored), nats a position at temperature 1, of hidden states [M, H] stored in `dtype`."""
     packed = pack_hidden(hidden, dtype)
     stored = unpack_hidden(packed["hidden"], packed.get("hidden_scale"), hidden.dtype)
-    rows, total = rows_at_once(hidden.device, columns), 0.0
+    rows = rows_at_once(hidden.device, columns)
+    total = 0.0
     for start in range(0, len(hidden), rows):
-        p, q = (log_probabilities(h[start : start + rows], head, transform, columns, 1.0)[1] for h in (hidden, stored))
+        p = log_probabilities(hidden[start : start + rows], head, transform, columns, 1.0)[1]
+        q = log_probabilities(stored[start : start + rows], head, transform, columns, 1.0)[1]
         total += float(torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum())
     return total / max(len(hidden), 1)

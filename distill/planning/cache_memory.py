@@ -35,8 +35,10 @@ def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: 
         batch_size: rows at a time; None for the recipe's.
         sharded: whether each device holds a shard of one teacher.
     """
-    recipe, (teacher, *_) = plan.recipe, plan.source.shapes()
-    size, footprint = plan.precision.teacher.itemsize, plan.footprint(sharded)
+    recipe = plan.recipe
+    (teacher, *_) = plan.source.shapes()
+    size = plan.precision.teacher.itemsize
+    footprint = plan.footprint(sharded)
     weights = footprint.weights
     if sharded:
         weights = min(weights, weights / plan.world + footprint.gathered) + teacher.head * size
@@ -53,8 +55,10 @@ def place_for_caching(plan: DevicePlan, batch_size: int | None = None, other_byt
     Args:
         other_bytes: Bytes on each device that are used by something else.
     """
-    usable, world = plan.usable - other_bytes, plan.world
-    copied, sharded = (caching_memory(plan, batch_size, sharded=way) for way in (False, True))
+    usable = plan.usable - other_bytes
+    world = plan.world
+    copied = caching_memory(plan, batch_size, sharded=False)
+    sharded = caching_memory(plan, batch_size, sharded=True)
     if world == 1:
         return SINGLE_PROCESS._replace(fits=copied <= usable, why=f"{copied / GIB:.1f} GiB")
     teachers = plan.recipe.parallel.teacher if plan.source.shardable else "copied"

@@ -57,7 +57,8 @@ def find_device(name: str | None) -> Device:
         import psutil  # comes with accelerate
 
         return Device("this machine's CPU", psutil.virtual_memory().total, cuda=False)
-    if key := find_gpu_spec(name):
+    key = find_gpu_spec(name)
+    if key:
         return Device(key, int(GPU_SPECS[key].memory_gib * GIB), GPU_SPECS[key], GPU_SPECS[key].family)
     digits = name.upper().removesuffix("GB").removesuffix("G").strip()
     if digits.replace(".", "", 1).isdigit() and 0 < float(digits) < 1000:

@@ -45,7 +45,10 @@ def tokens_of(row: dict[str, Any], tokenizer: Any, values: Sequence[float | None
 def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """Return the text that each token adds. SentencePiece drops the space before a token that is decoded alone."""
     texts: list[str] = []
-    before, start, known = 0, 0, ""  # the character before begins at `before` and reads `known`, this one at `start`
+    # the character before begins at `before` and reads `known`, this one at `start`
+    before = 0
+    start = 0
+    known = ""
     for place in range(len(ids)):
         text = tokenizer.decode(ids[before : place + 1])
         whole = not text.endswith("\ufffd")
@@ -64,7 +67,8 @@ def plain_text(tokens: Sequence[Token]) -> str:
     A token's value, in nats, follows it as [0.52].
     """
     out: list[str] = []
-    document, masked = 0, False
+    document = 0
+    masked = False
     for token in tokens:
         if token.starts:
             document += 1
@@ -115,7 +119,8 @@ def token_metrics(
             assert student is not None
             log_q = student(**inputs, use_cache=False).logits[0].float()
             columns = min(log_p.shape[-1], log_q.shape[-1])
-            log_p, log_q = log_p[:, :columns].log_softmax(-1), log_q[:, :columns].log_softmax(-1)
+            log_p = log_p[:, :columns].log_softmax(-1)
+            log_q = log_q[:, :columns].log_softmax(-1)
             values = (log_p.exp() * (log_p - log_q)).sum(-1)
         found = [None, *values[:-1].tolist()]
         shaded.append([v if label != IGNORE_INDEX else None for v, label in zip(found, row["labels"], strict=True)])

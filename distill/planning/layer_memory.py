@@ -37,7 +37,8 @@ def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
     Raises:
         ValueError: Both models cannot be compared in this way.
     """
-    recipe, loss = plan.recipe, plan.recipe.loss
+    recipe = plan.recipe
+    loss = plan.recipe.loss
     if not loss.reads_layers:
         return []
     teacher = meta_config(plan.source.config_section(), "teacher")
@@ -65,9 +66,12 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
     terms = [] if layer_problems(plan) else planned_terms(plan)
     if not terms:
         return LayerMemory()
-    recipe, precision, student = plan.recipe, plan.precision, plan.student.shape
+    recipe = plan.recipe
+    precision = plan.precision
+    student = plan.student.shape
     (teacher,) = plan.source.shapes()
-    tokens, compute = recipe.train.batch_size * recipe.data.max_length, precision.compute.itemsize
+    tokens = recipe.train.batch_size * recipe.data.max_length
+    compute = precision.compute.itemsize
     outputs = {other for each in terms if not each.heads for _, other in each.pairs}
     attention = {other for each in terms if each.heads for _, other in each.pairs}
     again = (

@@ -60,7 +60,6 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """Peak memory, bytes."""
         return max(self.moments.values())
 
 
@@ -96,13 +95,17 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         sharded: FSDP: weights, gradients and states of the student are divided by the devices.
         teacher_sharded: The teacher's weights are too, and gathered a layer at a time.
     """
-    recipe, precision, world = plan.recipe, plan.precision, plan.world
-    student, teacher = plan.student.shape, plan.footprint(teacher_sharded)
+    recipe = plan.recipe
+    precision = plan.precision
+    world = plan.world
+    student = plan.student.shape
+    teacher = plan.footprint(teacher_sharded)
     # The loss compares the columns that both have; a larger student keeps its own columns where there is no soft term.
     columns = min(student.vocabulary, *(shape.vocabulary for shape in plan.source.shapes()))
     accumulation = plan.accumulation
     tokens = recipe.train.batch_size * recipe.data.max_length
-    compute, weight = precision.compute.itemsize, precision.student.itemsize
+    compute = precision.compute.itemsize
+    weight = precision.student.itemsize
     lora = student.rank > 0
     autocast = precision.autocast is not None
     trained_bytes = 4 if lora else weight
@@ -212,7 +215,8 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
 
 def _rollout_cache(plan: DevicePlan, student: Shape, compute: int) -> float:
     """Return the bytes of the KV cache of on-policy rollouts, which is kept for the last two batch sizes."""
-    section, length = plan.recipe.data.active_on_policy, plan.recipe.data.max_length
+    section = plan.recipe.data.active_on_policy
+    length = plan.recipe.data.max_length
     if section is None or section.engine != "distill":
         return 0.0
     if plan.longest:

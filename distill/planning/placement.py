@@ -95,7 +95,10 @@ def estimate_placement(plan: DevicePlan) -> Placement:
     """Return the placement on more than one device, by memory estimates alone."""
     from distill.planning.memory import step_memory
 
-    parallel, student, usable, world = plan.recipe.parallel, plan.recipe.student, plan.usable, plan.world
+    parallel = plan.recipe.parallel
+    student = plan.recipe.student
+    usable = plan.usable
+    world = plan.world
     whole = student.quantise is not None and student.lora is not None  # what `compatibility` requires of both
     ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]
@@ -145,9 +148,12 @@ def choose_placement(
 
 def teacher_server_memory(plan: DevicePlan) -> TeacherServerMemory:
     """Return the placement of the teacher on the server's GPUs."""
-    recipe, gpus = plan.recipe, plan.recipe.parallel.teacher_gpus or 1
+    recipe = plan.recipe
+    gpus = plan.recipe.parallel.teacher_gpus or 1
     plain = plan.with_recipe(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=gpus)
-    copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]
+    copied = plain.footprint()
+    cut = plain.footprint(sharded=True)
+    shape = plain.source.shapes()[0]
     tokens = recipe.train.batch_size * recipe.data.max_length
     wide = 2 * shape.hidden + shape.query + 2 * shape.key_value + 3 * shape.intermediate
     answers = 2 * plan.accumulation * tokens * shape.hidden * plan.world / gpus

@@ -136,7 +136,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     require_arguments(recipe.train.arguments)
     recipe = choose_teacher_server(device_plan(recipe, device, gpus), device)
     plan = device_plan(recipe, device, training_gpus(recipe, gpus) if device.cuda else gpus)
-    source, student = plan.source, plan.student
+    source = plan.source
+    student = plan.student
     placement = _placement(plan, device)
     tokens = recipe.train.batch_size * recipe.data.max_length * plan.accumulation * plan.world
     report = Preflight(
@@ -210,7 +211,8 @@ def _placement(plan: DevicePlan, device: Device) -> Placement:
 
 def _teacher_server(plan: DevicePlan, report: Preflight) -> None:
     """Add the memory of the GPUs of a teacher server to the report."""
-    side, count = teacher_server_memory(plan), plan.recipe.parallel.teacher_gpus or 0
+    side = teacher_server_memory(plan)
+    count = plan.recipe.parallel.teacher_gpus or 0
     how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
     report.strategy += f" on {plan.world}, teacher on {count}"
     report.teacher_server_bytes = side.held
@@ -234,8 +236,11 @@ def _with(recipe: Recipe, section: str, **values: object) -> Recipe:
 
 def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]:
     """Return settings that may save memory, and the recipe with each."""
-    recipe, precision, source = plan.recipe, plan.precision, plan.source
-    train, changes = recipe.train, list[tuple[str, Recipe]]()
+    recipe = plan.recipe
+    precision = plan.precision
+    source = plan.source
+    train = recipe.train
+    changes = list[tuple[str, Recipe]]()
 
     def offer(section: str, note: str = "", **values: object) -> None:
         label = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in values.items())
@@ -280,13 +285,15 @@ def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
         changed = device_plan(recipe, device, plan.world)
         changed.source.copy_cached_state(plan.source)
         memory = _memory(changed, device)
-        if (saved := (now - memory.peak) / GIB) >= 0.05:
+        saved = (now - memory.peak) / GIB
+        if saved >= 0.05:
             advice.append((label, saved, memory.peak <= changed.usable))
     return sorted(advice, key=lambda row: -row[1])
 
 
 def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
-    recipe, length = plan.recipe, plan.recipe.data.max_length
+    recipe = plan.recipe
+    length = plan.recipe.data.max_length
     teacher = meta_config(plan.source.config_section(), "teacher")
     for config, name in ((teacher, "teacher"), (plan.student.config, "student")):
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -296,7 +303,8 @@ def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
 
 def _check_vocabulary(source: TeacherPlan, report: Preflight) -> Vocabulary | None:
     """Compare the tokenizers that are available; return them, or None where they are not or cannot be compared."""
-    recipe, rows = source.recipe, [shape.vocabulary for shape in source.shapes()]
+    recipe = source.recipe
+    rows = [shape.vocabulary for shape in source.shapes()]
     sections: list[tuple[ModelSection, str]] = [(source.tokenizer_section(), "teacher")]
     if recipe.student.has_tokenizer:
         sections.append((recipe.student, "student"))
@@ -305,7 +313,8 @@ def _check_vocabulary(source: TeacherPlan, report: Preflight) -> Vocabulary | No
     try:
         vocabulary = source.vocabulary() if not absent else None
     except ValueError as error:
-        absent, vocabulary = [str(error)], None
+        absent = [str(error)]
+        vocabulary = None
     if vocabulary is None or vocabulary.tokenizer is None:
         report.vocabulary = f"not compared ({absent[0] if absent else 'random tokens'}); {heads}"
         return vocabulary
@@ -314,7 +323,8 @@ def _check_vocabulary(source: TeacherPlan, report: Preflight) -> Vocabulary | No
         report.vocabulary = vocabulary.match(rows, report.student.vocabulary).verdict
         report.vocabulary_ok = True
     except ValueError as error:
-        report.vocabulary, report.vocabulary_ok = str(error), False
+        report.vocabulary = str(error)
+        report.vocabulary_ok = False
         report.problems.append(str(error))
     return vocabulary
 
@@ -340,7 +350,8 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
 
 def _check_data(source: TeacherPlan, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
     """Read data that are on this machine, and report on them."""
-    data, train = source.recipe.data, source.recipe.train
+    data = source.recipe.data
+    train = source.recipe.train
     synthetic = data.is_synthetic
     names = {part.data.source: part.field for part in data.parts}
     away = [name for name in names if name != STDLIB and not local_path(name).exists()]
@@ -359,7 +370,8 @@ def _check_data(source: TeacherPlan, vocabulary: Vocabulary | None, report: Pref
         return None
     report.problems += source.data_problems(splits)
     facts = splits.report
-    report.data, report.trained_share = str(facts), facts.trained_share
+    report.data = str(facts)
+    report.trained_share = facts.trained_share
     if facts.trained_share < 0.02:
         report.problems.append(
             f"data: only {facts.trained_share:.1%} of the tokens are trained on; check data.train_on"
@@ -379,7 +391,8 @@ def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight
         pairs = tokens * (tokens / max(facts.documents, 1) + 1) / 2
         return StepTokens(rows * tokens, rows * facts.trained_tokens, rows * pairs)
 
-    if found := step_time(plan, report.device, read(facts.tokens), read(facts.teacher_tokens)):
+    found = step_time(plan, report.device, read(facts.tokens), read(facts.teacher_tokens))
+    if found:
         report.flops_per_step, report.seconds_per_step = found
     report.rollouts = own = estimate_rollouts(plan, report.device, facts, report.tokens_per_step / length)
     if own is not None and report.seconds_per_step is not None:

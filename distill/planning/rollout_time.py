@@ -22,7 +22,9 @@ from distill.models.shape import Shape
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import Device
 
-FUSED_LAYER_LATENCY, UNFUSED_LAYER_LATENCY = 18e-6, 50e-6  # seconds of launch latency per layer
+# seconds of launch latency per layer
+FUSED_LAYER_LATENCY = 18e-6
+UNFUSED_LAYER_LATENCY = 50e-6
 BANDWIDTH_FRACTION = 0.72  # reached, of a data sheet's bandwidth
 
 
@@ -36,8 +38,10 @@ class RolloutEstimate(NamedTuple):
 
 def estimate_rollouts(plan: DevicePlan, device: Device, data: DataReport, rows: float) -> RolloutEstimate | None:
     """Return the rollouts in a step of `rows` rows of the data; None without on-policy data."""
-    recipe, student = plan.recipe, plan.student.shape
-    section, length = recipe.data.active_on_policy, recipe.data.max_length
+    recipe = plan.recipe
+    student = plan.student.shape
+    section = recipe.data.active_on_policy
+    length = recipe.data.max_length
     if section is None:
         return None
     documents = max(data.documents, 1)

@@ -49,7 +49,8 @@ def plan_run(recipe: Recipe, splits: Splits, device: torch.device) -> RunPlan:
             micro-batches.
     """
     placement = SINGLE_PROCESS
-    if (world := world_size()) > 1:
+    world = world_size()
+    if world > 1:
         placement = plan_placement(recipe, device, world, longest=splits.report.longest)
     return plan_steps(recipe, len(splits.train), placement)
 
@@ -60,9 +61,12 @@ def plan_steps(recipe: Recipe, rows: int, placement: Placement = SINGLE_PROCESS)
     Raises:
         ValueError: Settings that no run can have, see `require_settings`.
     """
-    train, data, world = recipe.train, recipe.data, world_size()
+    train = recipe.train
+    data = recipe.data
+    world = world_size()
     require_settings(train, data, world)
     accumulation = accumulation_steps(train, data, world)
     tokens = train.batch_size * data.max_length * accumulation * world
-    micro_rows, steps = data_rows_per_micro_batch(train, data), total_steps(train, data, rows, accumulation, world)
+    micro_rows = data_rows_per_micro_batch(train, data)
+    steps = total_steps(train, data, rows, accumulation, world)
     return RunPlan(placement, world, micro_rows, accumulation, steps, tokens)

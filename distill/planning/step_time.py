@@ -26,7 +26,9 @@ from distill.planning.placement import estimate_placement, teacher_server_memory
 # Fractions of data-sheet rates, from H200 rows in scripts/bench/results: GEMMs of an 8B model's MLP, 8,192 tokens,
 # 0.70 to 0.77 in bf16, 0.75 to 0.79 in fp8 beside their operands' bytes (rows `fp8`, `gated`); attention 0.42 to 0.59
 # forward, 0.31 to 0.43 with a gradient of twice that (`attention`, 4,096 tokens, heads of 64, 128); copies 4.2 of 4.8.
-GEMM_EFFICIENCY, ATTENTION_EFFICIENCY, COPY_EFFICIENCY = 0.72, 0.4, 0.875
+GEMM_EFFICIENCY = 0.72
+ATTENTION_EFFICIENCY = 0.4
+COPY_EFFICIENCY = 0.875
 
 
 class StepTokens(NamedTuple):
@@ -66,7 +68,8 @@ class DeviceClock(NamedTuple):
 
     def seconds(self, flops: FlopCounts, in_fp8: bool = False) -> float:
         """Return the seconds of these FLOPs on one device."""
-        tokens, body = self.tokens, self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
+        tokens = self.tokens
+        body = self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
         products = (flops.token * tokens.tokens / body + flops.trained * tokens.trained / self.peak) / GEMM_EFFICIENCY
         moved = flops.token_bytes * tokens.tokens + flops.trained_bytes * tokens.trained
         moved += (flops.token + flops.trained) * self.calls  # weights: a byte a FLOP of one token
@@ -81,7 +84,8 @@ def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTo
         read: the teacher's tokens; None for the student's.
     """
     read = read or tokens
-    recipe, student = plan.recipe, plan.student
+    recipe = plan.recipe
+    student = plan.student
     teacher = plan.footprint().flops if is_soft(recipe.loss) else NO_FLOPS
     if student.flops is None or teacher is None:
         return None
@@ -103,7 +107,10 @@ def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTo
 
 def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float:
     """Return the seconds of the training side: `work` seconds of one device, recomputation, optimizer, exchange."""
-    recipe, student, shape, world = plan.recipe, plan.student, plan.student.shape, plan.world
+    recipe = plan.recipe
+    student = plan.student
+    shape = plan.student.shape
+    world = plan.world
     if plan.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
         work += 24 * shape.hidden * shape.layers * clock.tokens.tokens / clock.bandwidth
     if recipe.train.gradient_checkpointing and (again := count_flops(student.model, trains=False)) is not None:
@@ -123,12 +130,15 @@ def _teacher_seconds(plan: DevicePlan, clock: DeviceClock, teacher: FlopCounts) 
     """Return the seconds of the teacher's layers, on the GPUs that hold it."""
     dtypes = {section.dtype for section in plan.source.sections.values()}
     work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
-    ranks, teacher_sharded, footprint = plan.world, estimate_placement(plan).teacher_sharded, plan.footprint()
-    if apart := plan.recipe.parallel.teacher_gpus:
-        ranks, (teacher_sharded, _, _, footprint) = apart, teacher_server_memory(plan)
+    ranks = plan.world
+    teacher_sharded = estimate_placement(plan).teacher_sharded
+    footprint = plan.footprint()
+    apart = plan.recipe.parallel.teacher_gpus
+    if apart:
+        ranks = apart
+        teacher_sharded, _, _, footprint = teacher_server_memory(plan)
     calls = clock.calls * is_soft(plan.recipe.loss) / ranks
-    bus, link = (
-        LINK_EFFICIENCY * rate * 1e9 for rate in (clock.gpu_spec.link, clock.gpu_spec.peers or clock.gpu_spec.link)
-    )
+    bus = LINK_EFFICIENCY * clock.gpu_spec.link * 1e9
+    link = LINK_EFFICIENCY * (clock.gpu_spec.peers or clock.gpu_spec.link) * 1e9
     layers = max(work / ranks, footprint.moved * calls / bus)
     return layers + footprint.weights * teacher_sharded * (1 - 1 / ranks) * calls / link

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from distill.recipe import Data, Recipe, Train
 
 FUSED = "fused_adamw"
-MIN_STEPS, MIN_HELD_OUT_TOKENS = 20, 2_000  # below these a run's figures are mostly chance
+# below these a run's figures are mostly chance
+MIN_STEPS = 20
+MIN_HELD_OUT_TOKENS = 2_000
 # flags of transformers with which a run goes wrong, and why
 UNFIT_ARGUMENTS = {
     "accelerator_config.split_batches": "train.batch_size is the batch of each process, not of all",
@@ -51,7 +53,8 @@ def require_settings(train: Train, data: Data, world: int) -> None:
     """
     accumulation_steps(train, data, world)
     require_arguments(train.arguments)
-    if problem := report_to_problem(train.report_to):
+    problem = report_to_problem(train.report_to)
+    if problem:
         raise ValueError(problem)
 
 
@@ -80,10 +83,13 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
     """
     if recipe.data.is_synthetic:
         return []
-    train, micro_rows = recipe.train, data_rows_per_micro_batch(recipe.train, recipe.data) * world
+    train = recipe.train
+    micro_rows = data_rows_per_micro_batch(recipe.train, recipe.data) * world
     micro = train.batch_size * world * data.max_length
     steps = total_steps(train, recipe.data, data.rows, accumulation, world)
-    faults, cures, notes = [], [], []
+    faults = []
+    cures = []
+    notes = []
     if accumulation * micro_rows > data.rows:
         faults.append(f"a step of {accumulation * micro:,} tokens is more than all of the data ({data.tokens:,})")
     if steps < MIN_STEPS:

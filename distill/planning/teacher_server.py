@@ -73,7 +73,8 @@ def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
         plan: Plan for all devices, with the recipe as given.
         device: properties of each device.
     """
-    recipe, world = plan.recipe, plan.world
+    recipe = plan.recipe
+    world = plan.world
     by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_student_rows(recipe)
     if not (by_itself and world > 1 and device.gpu_spec and device.gpu_spec.flops):
         return recipe
@@ -86,7 +87,8 @@ def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
     for candidate in _with_servers(plan):
         seconds = _seconds_per_token(candidate, device)
         if seconds < least and teacher_server_memory(candidate).fits and estimate_placement(candidate).fits:
-            least, best = seconds, candidate.recipe
+            least = seconds
+            best = candidate.recipe
     return best
 
 
@@ -108,7 +110,8 @@ def assign_gpus(recipe: Recipe, gpus: int, resumed_recipe: Path | None) -> tuple
 
 def _with_servers(plan: DevicePlan) -> Iterator[DevicePlan]:
     """Yield the training GPUs' plan for each number of server GPUs with which a step has whole micro-batches."""
-    recipe, world = plan.recipe, plan.world
+    recipe = plan.recipe
+    world = plan.world
     for gpus in range(1, world):
         parallel = recipe.parallel.model_copy(update={"teacher": "served", "teacher_gpus": gpus})
         try:

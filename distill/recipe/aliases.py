@@ -312,7 +312,8 @@ OTHER_TOOLS: dict[str, dict[str, str]] = {
 
 def _aliases() -> dict[str, Alias]:
     cures = {name: cure for names, cure in _CURES.items() for name in names.split()}
-    found, settings = dict(OWNED_ARGUMENTS), defaultdict[str, set[str]](set)
+    found = dict(OWNED_ARGUMENTS)
+    settings = defaultdict[str, set[str]](set)
     for setting, tools in OTHER_TOOLS.items():
         for name in ", ".join(tools.values()).split(", "):
             settings[name].add(setting.partition("[")[0])

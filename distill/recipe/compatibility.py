@@ -108,7 +108,8 @@ def _context_without_prompts(recipe: Sections) -> str | None:
         route = getattr(teacher, "route", None)
         prompt = teacher_prompt(recipe.data, teacher)
         parts = [part for part in recipe.data.parts if prompt is not None and part.teacher in (None, route)]
-        if found := next((part.data.format for part in parts if part.data.format in ("text", "prompts")), None):
+        found = next((part.data.format for part in parts if part.data.format in ("text", "prompts")), None)
+        if found:
             return f"data.format: {found}"
     return None
 
@@ -446,7 +447,8 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
     """
     for name in names:
         what, missing, cure = PROPERTIES[name]
-        if (instead := missing(recipe)) is not None:
+        instead = missing(recipe)
+        if instead is not None:
             yield f"{field}: requires {what}; got {instead}; {cure}"
 
 

@@ -113,7 +113,6 @@ class OnPolicy(Section):
 
     @property
     def environment_file(self) -> str:
-        """Path of the Python file that `environment` names."""
         return (self.environment or "").rpartition(":")[0]
 
 
@@ -261,7 +260,8 @@ class Data(Section):
         """Every source with the settings that it is read by."""
         if not self.sources:
             return [Part("data.source", self)]
-        total, found = sum(source.weight for source in self.sources), []
+        total = sum(source.weight for source in self.sources)
+        found = []
         for number, source in enumerate(self.sources):
             own = {name: value for name, value in source if value is not None and name not in ("weight", "teacher")}
             most = [rows for rows in (source.max_rows, self.max_rows) if rows is not None]

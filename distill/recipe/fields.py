@@ -17,8 +17,10 @@ NotNegative = Annotated[float, Field(ge=0)]
 Every = Annotated[Annotated[int, Field(ge=0, le=2**53)] | None, AfterValidator(lambda steps: steps or None)]
 
 
-NAME, ROUTE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-FUNCTION, SHA256 = r"^.+\.py:[A-Za-z_]\w*$", r"^[0-9a-f]{64}$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+ROUTE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+FUNCTION = r"^.+\.py:[A-Za-z_]\w*$"
+SHA256 = r"^[0-9a-f]{64}$"
 PART = r"^\d{1,5}(\.\w+)*$"  # a decoder layer, `29`, or a module inside one, `29.mlp`
 # what a text that matches is, for error messages
 PATTERNS = {

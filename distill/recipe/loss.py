@@ -116,7 +116,6 @@ class PolicyGradientTerm(Section):
 
     @property
     def reward_file(self) -> str:
-        """Path of the Python file that `reward` names."""
         return (self.reward or "").rpartition(":")[0]
 
 
@@ -261,7 +260,8 @@ class Loss(Section):
             values = given.get("values")
             if name == "weight" and number.isdigit() and int(number) < len(terms) and values:  # else invalid
                 with contextlib.suppress(TypeError, ValueError):  # reported when these fields are validated
-                    at, largest = int(number), max(0.0, *map(float, values))
+                    at = int(number)
+                    largest = max(0.0, *map(float, values))
                     terms = [*terms[:at], {**dict(terms[at]), "weight": largest}, *terms[at + 1 :]]
         return {**loss, "terms": terms}
 
@@ -377,7 +377,8 @@ class Loss(Section):
 
     def at(self, step: int) -> Loss:
         """Return the loss that applies after `step` optimizer steps, without a schedule."""
-        terms, more = list(self.terms), dict[str, object]()
+        terms = list(self.terms)
+        more = dict[str, object]()
         for line in self.schedule:
             if line.setting == "temperature":
                 more["temperature"] = line.at(step)

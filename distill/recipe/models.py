@@ -80,7 +80,6 @@ class Context(Section):
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns in the template."""
         return [column for _, column in self.parts if column is not None]
 
     @model_validator(mode="after")
@@ -253,14 +252,15 @@ class Teacher(ModelSection):
         if self.type != "server":
             whole = self.online_cache is not None and self.online_cache_format != "top_k"
             served = [name for name in SERVED if name != "top_k" or whole or not self.is_loaded]
-            if given := next(
+            given = next(
                 (
                     name
                     for name in served
                     if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
                 ),
                 None,
-            ):
+            )
+            if given:
                 raise ValueError(f"{given}: belongs to type: server; got type: {self.type}")
             return self
         if not self.urls:

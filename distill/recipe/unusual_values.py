@@ -22,12 +22,14 @@ def unusual_settings(recipe: Recipe) -> list[str]:
 
 def _unusual(section: Section, prefix: str) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
-        value, path = getattr(section, name), f"{prefix}{name}"
+        value = getattr(section, name)
+        path = f"{prefix}{name}"
         parts = enumerate(value) if isinstance(value, list) else [("", value)]
         for number, part in parts:
             if isinstance(part, Section):
                 yield from _unusual(part, f"{path}.{number}." if number != "" else f"{path}.")
-        if (usual := Usual.of(field)) is None or not value or not usual.applies(section):
+        usual = Usual.of(field)
+        if usual is None or not value or not usual.applies(section):
             continue
         if not usual.low / DECADE <= value <= usual.high * DECADE:
             yield f"{path}: {value:g} is far outside of what is in use, {usual}"

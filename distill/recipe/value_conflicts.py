@@ -24,7 +24,8 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
             "expected data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p; got "
             f"{_sampling_of(own)}"
         )
-    samples, rows = recipe.data.samples, recipe.train.batch_size
+    samples = recipe.data.samples
+    rows = recipe.train.batch_size
     if recipe.loss.rewarded is not None and whole and samples < 2:
         yield (
             "data.on_policy.samples: expected 2 or more with a reward (loss.terms), which is compared with those of "
@@ -45,7 +46,8 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
         yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
     if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
         yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
-    quantise, export = recipe.student.quantise, recipe.export
+    quantise = recipe.student.quantise
+    export = recipe.export
     if export is not None and quantise is not None and not recipe.stages:
         file = GGUF_FILES.get(quantise.format)
         if export.gguf in GGUF_FILES.values() and export.gguf != file:

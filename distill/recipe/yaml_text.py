@@ -176,7 +176,8 @@ def _drop(tree: object, path: list[str]) -> None:
 def _set(tree: dict[str, object], path: tuple[str, ...], value: object, list_defaults: ListDefaults) -> None:
     node: object = tree
     for depth, part in enumerate(path):
-        here, last = ".".join(path[:depth]), depth == len(path) - 1
+        here = ".".join(path[:depth])
+        last = depth == len(path) - 1
         if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
                 raise RecipeError([f"{'.'.join(path)}: {here} is a list of {len(node)}, numbered from 0; got {part}"])

@@ -181,7 +181,8 @@ def _tail(t: float, freedom: float) -> float:
     """
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     # substituting x = sqrt(freedom) tan(angle) makes the density bounded and the range finite
-    steps, end = 100_000, math.atan(t / math.sqrt(freedom))
+    steps = 100_000
+    end = math.atan(t / math.sqrt(freedom))
     mean = float((np.cos((np.arange(steps) + 0.5) * (end / steps)) ** (freedom - 1)).mean())
     return min(1.0, max(0.0, 1 - 2 * scale * end * mean))
 
@@ -209,7 +210,8 @@ def curves_page(runs: Sequence[Run]) -> str:
                 for number, (_, members) in enumerate(groups)
                 if members[0].measure in among
             ]
-            if lines := [line for line in lines if line.points]:
+            lines = [line for line in lines if line.points]
+            if lines:
                 chart = line_chart(Chart("", lines, key != "agreement"), f"{title}, {where}", 4.2, 2.3)
                 charts.append(f"<figure><figcaption>{html.escape(f'{title}, {where}')}</figcaption>{chart}</figure>")
     note = "Lines are means over seeds, bands the range from lowest to highest. " * (len(runs) > len(groups))
@@ -223,8 +225,11 @@ def over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], color
     curves = [curve for curve in curves if curve]
     if len(curves) < 2:
         return Series(name, curves[0] if curves else [], color)
-    start, end = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    start = max(curve[0][0] for curve in curves)
+    end = min(curve[-1][0] for curve in curves)
     steps = sorted({x for curve in curves for x, _ in curve if start <= x <= end})
     values = [np.interp(steps, [x for x, _ in curve], [y for _, y in curve]) for curve in curves]
-    mean, low, high = (combine(values, axis=0).tolist() for combine in (np.mean, np.min, np.max))
+    mean = np.mean(values, axis=0).tolist()
+    low = np.min(values, axis=0).tolist()
+    high = np.max(values, axis=0).tolist()
     return Series(name, list(zip(steps, mean, strict=True)), color, list(zip(steps, low, high, strict=True)))

@@ -58,10 +58,13 @@ def export(
         RecipeError: There is no student, it is not as it was saved, the destination is in use, or `dtype` cannot hold
             the values.
     """
-    source, run = folder / "student", folder
+    source = folder / "student"
+    run = folder
     if (folder / STATE).is_file():
-        source, run = folder, folder.parent
-        if fault := fault_of(folder):
+        source = folder
+        run = folder.parent
+        fault = fault_of(folder)
+        if fault:
             raise RecipeError([f"{folder}: {fault}"])
     elif _holds_model(folder) and not _holds_model(source):
         source = folder
@@ -125,7 +128,6 @@ def export(
 
 
 def _holds_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter."""
     return any((folder / name).is_file() for name in CONFIGS)
 
 

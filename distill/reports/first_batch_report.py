@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from distill.teachers.objective import DistillationObjective
     from distill.training.trainer import DistillationTrainer
 
-TOKENS, ROWS = 256, 256  # tokens checked per route, rows of the training data
+# tokens checked per route, rows of the training data
+TOKENS = 256
+ROWS = 256
 FEW = 0.1  # lower agreement of the teacher with the data's responses hints at a wrong chat template
 
 
@@ -26,11 +28,13 @@ def first_batch_report(
     trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], recipe: Recipe
 ) -> list[str]:
     """Return report lines on the first held-out batch and on the training rows."""
-    fits, cost = room_for_rollouts_line(rows, trainer.data_collator, recipe.data), []  # type: ignore[arg-type]
+    fits = room_for_rollouts_line(rows, trainer.data_collator, recipe.data)  # type: ignore[arg-type]
+    cost = []
     if recipe.student.compute == "fp8":
         from distill.teachers.fp8_student_cost import compute_and_measure
 
-        checkpointed, sharded = recipe.train.gradient_checkpointing, trainer.is_fsdp_enabled
+        checkpointed = recipe.train.gradient_checkpointing
+        sharded = trainer.is_fsdp_enabled
         autocast = trainer.accelerator.autocast
         cost = [compute_and_measure(trainer.objective, batch, autocast, checkpointed=checkpointed, sharded=sharded)]
     return cost + teacher_agreement_line(trainer.objective, batch) + fits
@@ -66,7 +70,8 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
 
 def room_for_rollouts_line(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collator, data: Data) -> list[str]:
     """Return a line on how many prompts leave room for the longest rollout; none without on-policy data."""
-    if (section := data.active_on_policy) is None:
+    section = data.active_on_policy
+    if section is None:
         return []
     from distill.generation.documents import documents_of
 

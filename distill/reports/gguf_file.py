@@ -100,7 +100,8 @@ class Plan(NamedTuple):
         Raises:
             RecipeError: A trained student's weights are not in its format.
         """
-        kind, values = self.type_of(name, tensor), tensor.detach().float().contiguous()
+        kind = self.type_of(name, tensor)
+        values = tensor.detach().float().contiguous()
         if kind not in FORMATS:
             return values[order].numpy().astype("float16" if kind == "f16" else "float32")
         blocks: Blocks | None = reference_quantise(values, kind)
@@ -164,7 +165,6 @@ def _normalises(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def check_type(type: str) -> None:
-    """Raise for an unsupported type."""
     if type not in TYPES:
         raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; got {type!r}"])
 
@@ -175,13 +175,15 @@ def check_supported(config: Any, tokenizer: object) -> None:
     Raises:
         RecipeError: A line for each reason.
     """
-    if faults := gguf_faults(config, tokenizer):
+    faults = gguf_faults(config, tokenizer)
+    if faults:
         raise RecipeError([f"--gguf: not supported: {fault}" for fault in faults])
 
 
 def gguf_faults(config: Any, tokenizer: object) -> list[str]:
     """Return what a GGUF file cannot express of a model or its tokenizer, or llama.cpp does not read of it."""
-    kind, backend = config.model_type, getattr(tokenizer, "backend_tokenizer", None)
+    kind = config.model_type
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     faults = [f"models of type {kind!r} (supported: {', '.join(ARCHITECTURES)})"]
     if kind in ARCHITECTURES:
         faults = _unread_parts(config)
@@ -194,7 +196,9 @@ def gguf_faults(config: Any, tokenizer: object) -> list[str]:
 
 
 def _unread_parts(config: Any) -> list[str]:
-    kind, rope, (heads, _, width) = config.model_type, _rope_type(config), attention_sizes(config)
+    kind = config.model_type
+    rope = _rope_type(config)
+    heads, _, width = attention_sizes(config)
     found = {
         f"rope of type {rope!r} in a {kind}": rope != "default" and (rope, kind) != ("llama3", "llama"),
         "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or [])

@@ -28,7 +28,6 @@ def folder() -> Path:
 
 
 def is_installed() -> bool:
-    """Return whether llama.cpp is installed in this version."""
     manifest = folder() / "node_modules" / "node-llama-cpp" / "package.json"
     return manifest.is_file() and json.loads(manifest.read_text())["version"] == VERSION
 

@@ -60,7 +60,8 @@ def write_model_card(
         "tags": ["distillation"],
     }
     for key, names in (("base_model", hub_models), ("datasets", datasets)):
-        if known := [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name)]:
+        known = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
+        if known:
             head[key] = known
     head["license"] = licence or "unknown"  # the hub's keyword
     parts = [
@@ -89,7 +90,8 @@ def write_model_card(
         parts.append(
             "Trained with " + ", ".join(f"{escape(key)} {escape(value)}" for key, value in versions.items()) + "."
         )
-    path, text = folder / "README.md", "\n\n".join(parts) + "\n"
+    path = folder / "README.md"
+    text = "\n\n".join(parts) + "\n"
     if (folder / "adapter_config.json").is_file():
         for plain, adapted in zip(MODEL, ADAPTER, strict=True):
             text = text.replace(plain, adapted, 1)

@@ -61,7 +61,8 @@ def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed
     Raises:
         RecipeError: The student is not in a format of the layout.
     """
-    saved, own = read_saved(folder), LAYOUTS[layout]
+    saved = read_saved(folder)
+    own = LAYOUTS[layout]
     formats = {} if saved is None else saved.by_name
     if saved is None or not set(formats.values()) <= set(own.formats):
         came = " and ".join(sorted(set(formats.values()))) or "float32"
@@ -73,7 +74,8 @@ def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed
         )
     model = read_weights(AutoModelForCausalLM, folder, "--format", dtype=torch.float32).eval()
     before = _tensors_of(folder)  # by the names of the files, which differ from the model's where experts are joined
-    if absent := sorted(formats.keys() - before.keys()):
+    absent = sorted(formats.keys() - before.keys())
+    if absent:
         raise RecipeError(
             [f"--format: {absent[0]} has another name in the files of a {type(model).__name__}; not packed"]
         )
@@ -167,7 +169,8 @@ def _check(
     """Hold the folder's weights to the student's; returns KL(student || folder)."""
     written = _tensors_of(folder)
     for name, tensor in before.items():
-        module, exact = name.removesuffix("weight"), tensor if name in formats else tensor.to(layout.dtype)
+        module = name.removesuffix("weight")
+        exact = tensor if name in formats else tensor.to(layout.dtype)
         found = written.get(name)
         if name in formats:
             parts = {key.removeprefix(module): part for key, part in written.items() if key.startswith(module)}

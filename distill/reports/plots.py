@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HINT = "plots need matplotlib: pip install 'distill-toolkit[plots]'"
-FEW, MANY = 24, 150  # up to FEW points are drawn as dots too, more than MANY as a thin line
+# up to FEW points are drawn as dots too, more than MANY as a thin line
+FEW = 24
+MANY = 150
 SETTINGS = {
     "svg.hashsalt": "distill",  # the same figures give the same file
     "svg.fonttype": "none",
@@ -76,7 +78,6 @@ class Chart(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -140,7 +141,8 @@ def draw_lines(axes: Axes, chart: Chart) -> None:
     low, high = limits([*finite, *edges], chart.from_zero)
     for line in chart.lines:
         x, y = zip(*line.points, strict=True) if line.points else ((), ())
-        color, thin = LIGHT[f"series-{line.color}"], len(x) > MANY
+        color = LIGHT[f"series-{line.color}"]
+        thin = len(x) > MANY
         axes.plot(x, y, color=color, lw=0.9 if thin else 1.5, marker="o" if len(x) <= FEW else None, ms=2.8)
         if len(line.band) > 1:
             steps, lowest, highest = zip(*line.band, strict=True)
@@ -177,7 +179,8 @@ def limits(values: Sequence[float], from_zero: bool = False) -> tuple[float, flo
     are excluded, and only if the others would fill less than an eighth of the axis.
     """
     floor = from_zero and min(values) >= 0
-    low, high = 0.0 if floor else min(values), max(values)
+    low = 0.0 if floor else min(values)
+    high = max(values)
     if len(values) >= 8:
         first, _, third = statistics.quantiles(values, n=4, method="inclusive")
         near = [value for value in values if value <= third + 3 * (third - first)]
@@ -185,5 +188,6 @@ def limits(values: Sequence[float], from_zero: bool = False) -> tuple[float, flo
         if few and 0 < 8 * (max(near) - low) < high - low:
             high = max(near)
     if high == low:
-        low, high = low - (abs(low) * 0.1 or 0.5) * (not floor), high + (abs(high) * 0.1 or 0.5)
+        low = low - (abs(low) * 0.1 or 0.5) * (not floor)
+        high = high + (abs(high) * 0.1 or 0.5)
     return low, high

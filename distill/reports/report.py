@@ -70,7 +70,6 @@ class Run(NamedTuple):
 
     @property
     def settings(self) -> Recipe:
-        """Return the parsed recipe."""
         return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE))
 
     @property
@@ -113,7 +112,8 @@ def read_run(folder: Path) -> Run:
         path = folder / name
         if not path.is_file():
             return {}
-        if (damage := entry_mismatch(folder, name)) is not None:
+        damage = entry_mismatch(folder, name)
+        if damage is not None:
             raise RecipeError([f"{folder}: {damage}"])
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -122,7 +122,8 @@ def read_run(folder: Path) -> Run:
         _require_metrics(path, value)
         return dict(value)
 
-    recipe, metrics = (folder / RECIPE_FILE).read_text(encoding="utf-8"), read_metrics(folder / "metrics.jsonl")
+    recipe = (folder / RECIPE_FILE).read_text(encoding="utf-8")
+    metrics = read_metrics(folder / "metrics.jsonl")
     return Run(folder, recipe, metrics, read("before.json"), read(RESULT_FILE))
 
 
@@ -150,7 +151,6 @@ def write_report(folder: Path, destination: Path | None = None) -> Path:
 
 
 def report_html(run: Run) -> str:
-    """Return the page as HTML."""
     name = html.escape(run.folder.name)
     sections = [
         _header(run),
@@ -198,7 +198,8 @@ def _header(run: Run) -> str:
     when = [f"{times[0].day} {times[0]:%B %Y, %H:%M} UTC"] if times else []
     if len(times) == 2:
         when.append(f"{duration((times[1] - times[0]).total_seconds())} from start to end")
-    if device := run.before.get("device"):
+    device = run.before.get("device")
+    if device:
         when.append(f"{run.processes} × {device}" if run.processes > 1 else device)
     facts = _recipe_facts(run) | ({"command": run.before["command"]} if run.before.get("command") else {})
     items = "".join(f"<dt>{key}</dt><dd>{html.escape(value)}</dd>" for key, value in facts.items())
@@ -207,13 +208,16 @@ def _header(run: Run) -> str:
 
 
 def _summary(run: Run) -> str:
-    cards, name = [], html.escape(run.measure.name)
-    after, before = run.held_out.get("after"), run.held_out.get("before")
+    cards = []
+    name = html.escape(run.measure.name)
+    after = run.held_out.get("after")
+    before = run.held_out.get("before")
     if after:
         was = f"; it was {before['forward_kl']:.4f}" if before else ""
         perfect = f"{run.measure.unit_label}, 0 is a perfect match{was}"
         cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", perfect))
-    if (closed := run.result.get("gap_closed")) is not None:
+    closed = run.result.get("gap_closed")
+    if closed is not None:
         gone = f"{name} to the teacher, relative to before training"
         worse = f"worse than before training: the {name} to the teacher has increased"
         shown = (f"{closed:.1%}", gone) if closed >= 0 else ("none", worse)
@@ -330,7 +334,8 @@ def _phases(rows: Rows) -> list[tuple[str, float]]:
     totals = dict.fromkeys(PHASES, 0.0)
     last = 0
     for row in rows:
-        steps, last = row["step"] - last, row["step"]
+        steps = row["step"] - last
+        last = row["step"]
         for name, phase in PHASES.items():
             totals[name] += steps * (row.get(f"time_{phase}") or 0.0)
     whole = sum(totals.values())
@@ -354,7 +359,6 @@ def _bar(parts: Sequence[tuple[str, float]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration for display."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)

@@ -82,7 +82,8 @@ def quantise_model(
     if pack and section.format in GGUF_FILES:
         check_supported(model.config, tokenizer)
     found = formats_of(model, section)
-    formats, parameters = found.by_name, dict(model.named_parameters())
+    formats = found.by_name
+    parameters = dict(model.named_parameters())
     inside = f"{find_layers(model)[0]}." if method != "nearest" else None
     by_method = {
         name for name, form in formats.items() if inside and name.startswith(inside) and FORMATS[form].is_learned
@@ -96,12 +97,14 @@ def quantise_model(
     if by_method:
         batches = calibration_batches(rows, section.calibration_tokens, parameters[next(iter(by_method))].device)
         rounded = round_weights(model, {name: formats[name] for name in by_method}, batches, method)
-        if missed := sorted(by_method - rounded.keys()):
+        missed = sorted(by_method - rounded.keys())
+        if missed:
             raise ValueError(
                 f"--method: {missed[0]} is not called by its decoder layer, so that {method} has no inputs"
             )
         scales |= {name: own.form.store(own.scales) for name, own in rounded.items()}
-    kl, file = None, None
+    kl = None
+    file = None
     with atomic_folder(destination) as unfinished:
         model.to("cpu").save_pretrained(unfinished)  # type: ignore[arg-type]
         if tokenizer is not None:
@@ -110,8 +113,10 @@ def quantise_model(
         if pack and section.format in GGUF_FILES:
             type = GGUF_FILES[section.format]
             name = f"{destination.name}-{type}.gguf"
-            kl, file = write_gguf(unfinished, unfinished / name, type).kl, str(destination / name)
+            kl = write_gguf(unfinished, unfinished / name, type).kl
+            file = str(destination / name)
         elif pack:
-            kl, file = pack_folder(unfinished), str(destination)
+            kl = pack_folder(unfinished)
+            file = str(destination)
     count = len(formats) if method == "nearest" else len(by_method)
     return RoundedModel(str(destination), file, len(formats), count, kl, found.note())

@@ -20,8 +20,10 @@ from distill.training.lock_file import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
-BEFORE_FILE, METRICS_FILE = "before.json", "metrics.jsonl"
-ADAPTER_FOLDER, EXPORT_FOLDER = "adapter", "export"
+BEFORE_FILE = "before.json"
+METRICS_FILE = "metrics.jsonl"
+ADAPTER_FOLDER = "adapter"
+EXPORT_FOLDER = "export"
 BEGINNING = (RECIPE_FILE, LOCK_FILE, BEFORE_FILE, "attention.json", KERNELS_FILE)
 END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
 
@@ -77,7 +79,8 @@ def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list
     if not path.exists():
         return None
     try:
-        if fault := entry_mismatch(folder, path.name):
+        fault = entry_mismatch(folder, path.name)
+        if fault:
             raise ValueError(fault)
         record = json.loads(path.read_text(encoding="utf-8"))
         figures: dict[str, Any] = measure.read(record["held_out"])

@@ -72,17 +72,21 @@ def run_summary(
     if plan.world > 1:
         lines["devices"] = str(plan.placement)
     for model in pair.teacher.models.values():
-        if offloaded := offloading_of(model):
+        offloaded = offloading_of(model)
+        if offloaded:
             lines["offload"] = offloaded
-        if method := quantised_by(model):
+        method = quantised_by(model)
+        if method:
             lines["quantised"] = f"linear layers of the teacher by {method}, except its head; the error is not measured"
     for note in small_data_warnings(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     quantise = recipe.student.quantise
     is_gguf = quantise is not None and quantise.format in GGUF_FILES
-    if faults := gguf_faults(bare(pair.student).config, pair.tokenizer) if is_gguf else []:
+    faults = gguf_faults(bare(pair.student).config, pair.tokenizer) if is_gguf else []
+    if faults:
         lines["file"] = f"distill export cannot write it: {'; '.join(faults)}"
-    if caveat := pair.teacher.format.properties.caveat:
+    caveat = pair.teacher.format.properties.caveat
+    if caveat:
         lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
 

@@ -33,11 +33,13 @@ def check_export(stages: Sequence[tuple[Path, Recipe]]) -> None:
     settings = stages[-1][1].export
     assert settings is not None
     made_here = {str(folder / "student") for folder, _ in stages}
-    config, first = None, stages[0][1]
+    config = None
+    first = stages[0][1]
     for _, stage in stages:
         section = stage.student
         if section.model not in made_here:
-            first, config = stage, meta_config(stage.teacher, "teacher") if section.is_cut else None
+            first = stage
+            config = meta_config(stage.teacher, "teacher") if section.is_cut else None
         elif section.cut is None:
             continue
         config = pruned_config(section.model_copy(update={"model": None}) if config is not None else section, config)
@@ -111,5 +113,6 @@ def _documents(row: Mapping[str, Sequence[int]]) -> Iterator[tuple[list[int], li
     """Yield token ids of each document of a row, and the positions in it whose next token counts."""
     for start, end in document_bounds(row["position_ids"]):
         labels = row["labels"][start:end]
-        if places := [at for at in range(len(labels) - 1) if labels[at + 1] != IGNORE_INDEX]:
+        places = [at for at in range(len(labels) - 1) if labels[at + 1] != IGNORE_INDEX]
+        if places:
             yield list(row["input_ids"][start:end]), places

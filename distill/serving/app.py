@@ -136,7 +136,8 @@ class Sent:
     """A response with a callback for when it was sent or its client has disconnected."""
 
     def __init__(self, response: Response, done: Callable[[], None]) -> None:
-        self.response, self.done = response, done
+        self.response = response
+        self.done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, then call back."""
@@ -168,11 +169,14 @@ class Service:
     """The HTTP endpoints."""
 
     def __init__(self, engine: Engine, worker: Worker, limits: Limits, token: str | None) -> None:
-        self.engine, self.worker, self.limits = engine, worker, limits
+        self.engine = engine
+        self.worker = worker
+        self.limits = limits
         self._token = None if token is None else f"Bearer {token}".encode()
         self._headers = {TEACHER: engine.identity.hash}
         largest = limits.tokens * engine.identity.hidden * getattr(torch, engine.identity.dtype).itemsize
-        self._bodies, self._answers = MemoryBudget(limits.bodies), MemoryBudget(max(limits.answers, 4 * largest))
+        self._bodies = MemoryBudget(limits.bodies)
+        self._answers = MemoryBudget(max(limits.answers, 4 * largest))
         self._readers = CapacityLimiter(READERS)
 
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -206,14 +210,16 @@ class Service:
 
     async def files(self, request: Request) -> Response:
         """Configuration and tokenizer, from file name to text."""
-        if refusal := self._refusal(request):
+        refusal = self._refusal(request)
+        if refusal:
             return refusal
         return await self._sound(request, JSONResponse(self.engine.files, headers=self._headers))
 
     async def head(self, request: Request) -> Response:
         """The head's weight and bias as safetensors; the ETag is their hash."""
         etag = f'"{self.engine.identity.head}"'
-        if refusal := self._refusal(request):
+        refusal = self._refusal(request)
+        if refusal:
             return refusal
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={**self._headers, "etag": etag})
@@ -229,7 +235,8 @@ class Service:
 
     async def _answered(self, request: Request, logits: bool) -> Response | Sent:
         try:
-            options, size = self._options(request, logits), self._size(request)
+            options = self._options(request, logits)
+            size = self._size(request)
             if not self._bodies.try_take(size):
                 raise Refused(503, "the server reads as many requests as it may", **{"retry-after": "1"})
             try:
@@ -276,7 +283,8 @@ class Service:
         return Refused(504, f"no response within {self.limits.answer_seconds:g} s")
 
     def _options(self, request: Request, logits: bool) -> Options:
-        given, values = dict(request.query_params), dict[str, Any]()
+        given = dict(request.query_params)
+        values = dict[str, Any]()
         kinds = {"top_k": int, "columns": int, "temperature": float, "tail": str, "dtype": str, "deterministic": int}
         for name, text in given.items():
             if logits or name not in kinds:
@@ -293,7 +301,8 @@ class Service:
 
     def _size(self, request: Request) -> int:
         """Upper bound on the size of the body in bytes, known before it is read."""
-        most, declared = self.limits.body, request.headers.get("content-length")
+        most = self.limits.body
+        declared = request.headers.get("content-length")
         if declared is None:
             return most
         if not (declared.isascii() and declared.isdigit()) or len(declared) > 20 or int(declared) > most:
@@ -301,7 +310,8 @@ class Service:
         return int(declared)
 
     async def _body(self, request: Request, most: int) -> bytes:
-        parts, size = [], 0
+        parts = []
+        size = 0
         try:
             async with asyncio.timeout(self.limits.read_seconds):
                 async for part in request.stream():

@@ -82,7 +82,8 @@ class Connections:
     """
 
     def __init__(self, most: int, patience: Patience) -> None:
-        self.most, self.patience = most, patience
+        self.most = most
+        self.patience = patience
         self.open: dict[int, Connection] = {}
         # those that wait for a request, longest wait first: before their first response, and after it
         self._waiting: tuple[OrderedDict[Connection, None], ...] = OrderedDict(), OrderedDict()
@@ -311,7 +312,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: Callable[..., Any], listeners: list[Listener], **tls: Any) -> None:
-        self.listeners, connections = listeners, listeners[0].connections
+        self.listeners = listeners
+        connections = listeners[0].connections
         config = Config(
             app,
             log_level="error",

@@ -152,15 +152,18 @@ class Engine:
         template: str | None,
         most_tokens: int,
     ) -> None:
-        self.teacher, self.model = teacher, teacher.model
+        self.teacher = teacher
+        self.model = teacher.model
         self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
         if teacher.is_collective():
             self.forward = self._forward_together
             self.forward({"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=teacher.model.device)})
         with teacher.hidden.head.open() as (weight, bias, _):
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
+            weight = weight.detach()
+            bias = None if bias is None else bias.detach()
             if teacher.is_collective():  # gathered in this context only
-                weight, bias = weight.clone(), None if bias is None else bias.clone()
+                weight = weight.clone()
+                bias = None if bias is None else bias.clone()
         self.weights = HeadWeights(weight, bias, None)
         self.transform = teacher.hidden.transform
         self.device = self.weights.weight.device
@@ -175,7 +178,8 @@ class Engine:
     def _identity(
         self, section: TeacherSection, tokenizer: PreTrainedTokenizerBase, template: str | None, most_tokens: int
     ) -> Identity:
-        config, (rows, width) = bare(self.model).config.get_text_config(), self.weights.weight.shape  # type: ignore[union-attr,operator]
+        config = bare(self.model).config.get_text_config()  # type: ignore[operator,union-attr]
+        rows, width = self.weights.weight.shape
         longest = getattr(config, "max_position_embeddings", None)
         return Identity(
             PROTOCOL,
@@ -212,7 +216,8 @@ class Engine:
         parts = ids[None].to(self.device).split(min(longest, 256), dim=1)
         hidden = torch.cat([self.forward({"input_ids": part})[0] for part in parts])
         sent = hidden_of({name: t.cpu() for name, t in fp8_rows(hidden).items()}, hidden.dtype).to(self.device)
-        total, columns = 0.0, len(self.weights.weight)
+        total = 0.0
+        columns = len(self.weights.weight)
         for one, other in zip(hidden.split(64), sent.split(64), strict=True):
             pair = (log_probabilities(h, self.weights, self.transform, columns, 1.0)[1] for h in (one, other))
             logp, logq = (logprobs.double() for logprobs in pair)
@@ -268,8 +273,10 @@ class Engine:
         for row, group in enumerate(groups):
             at = 0
             for number in group.tolist():
-                piece, stop = pieces[number], at + len(pieces[number].ids)
-                ids[row, at:stop], positions[row, at:stop] = piece.ids, np.arange(stop - at)
+                piece = pieces[number]
+                stop = at + len(pieces[number].ids)
+                ids[row, at:stop] = piece.ids
+                positions[row, at:stop] = np.arange(stop - at)
                 # where the document's requested rows lie in the flattened [rows, width] output
                 flat[number] = row * width + at + piece.query
                 at = stop

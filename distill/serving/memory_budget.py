@@ -19,7 +19,8 @@ class MemoryBudget:
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+        self.most = most
+        self.held = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
     def try_take(self, size: int) -> bool:
@@ -49,7 +50,6 @@ class MemoryBudget:
             raise
 
     def give(self, size: int) -> None:
-        """Give `size` bytes back."""
         self.held -= size
         self._let_in()
 

@@ -88,7 +88,8 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     recipe = recipe.model_copy(update={"teacher": recipe.teacher.by_itself, "student": student})
     if recipe.train.deterministic:  # before the first GEMM, as in a run, since it changes cuBLAS's algorithms
         transformers.enable_full_determinism(recipe.train.seed)
-    source, sharded = source_of(recipe), world_size() > 1
+    source = source_of(recipe)
+    sharded = world_size() > 1
     context = load_context(recipe)
     context = context._replace(placement=Placement("ddp", True, True)) if sharded else context
     vocabulary = source.vocabulary()

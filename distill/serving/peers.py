@@ -42,7 +42,9 @@ class Peers:
     launches = 0  # number of launches of this process so far
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        self.store, self.rank, self.world = store, rank, world
+        self.store = store
+        self.rank = rank
+        self.world = world
         self._seen: dict[int, tuple[bytes, float, float]] = {}  # heartbeat, seconds unchanged, time of the check
         self._checked = 0.0
         self._ended = threading.Event()
@@ -145,7 +147,9 @@ def join() -> Peers:
     """Register this process among those of its launch, before any process group exists."""
     import torch.distributed as dist
 
-    rank, world, given = int(os.environ["RANK"]), world_size(), restart_store().get("store")
+    rank = int(os.environ["RANK"])
+    world = world_size()
+    given = restart_store().get("store")
     store: Store = given if isinstance(given, dist.Store) else next(dist.rendezvous("env://", rank, world))[0]
     Peers.launches += 1
     return Peers(dist.PrefixStore(f"peers-{Peers.launches}", store), rank, world)

@@ -40,7 +40,9 @@ from distill.teachers.backends.served.protocol import TargetRequest, read_body
 
 REFUSES_S = 2.0  # after a process is gone, so that waiting clients receive the error
 PART = struct.Struct("<BBI")  # of a step: flags, the process that computes it, bytes of the request
-ALONE, LOGITS, ENDS = 1, 2, 4
+ALONE = 1
+LOGITS = 2
+ENDS = 4
 NOBODY = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))  # for a process without requests
 
 
@@ -55,7 +57,9 @@ class ShardedEngine(Engine):
 
     def __init__(self, *given: Any, peers: Peers, budget: int) -> None:
         super().__init__(*given)
-        self.peers, self.budget, self.forwards = peers, budget, peers.world
+        self.peers = peers
+        self.budget = budget
+        self.forwards = peers.world
         self.identity.notes["processes"] = self.forwards
         self.fault: str | None = None
         self._steps = itertools.count()
@@ -89,7 +93,8 @@ class ShardedEngine(Engine):
             raise TeacherUnavailableError(self.fault) from error
 
     def _share_out(self, shares: Sequence[Sequence[Job]]) -> None:
-        number, body = next(self._steps), b""
+        number = next(self._steps)
+        body = b""
         logits = LOGITS * shares[0][0].options.logits
         for rank, share in enumerate(shares):
             for job in share:
@@ -161,10 +166,14 @@ class ShardedEngine(Engine):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # this process ends when the first one does
             signal.signal(number, signal.SIG_IGN)
         for step in itertools.count():
-            body, at, share, what = self._step(step), 0, list[Job](), 0
+            body = self._step(step)
+            at = 0
+            share = list[Job]()
+            what = 0
             while at < len(body):
                 what, rank, size = PART.unpack_from(body, at)
-                query, at = body[at + PART.size : at + PART.size + size], at + PART.size + size
+                query = body[at + PART.size : at + PART.size + size]
+                at = at + PART.size + size
                 if rank == self.peers.rank:
                     options = Options(deterministic=bool(what & ALONE), logits=bool(what & LOGITS))
                     share.append(Job(read_body(query, json_body=False), options))
@@ -196,7 +205,8 @@ def join_launch(recipe: Recipe) -> Iterator[None]:
         yield
         return
     with join() as peers:
-        store, rank = dist.PrefixStore("shards", clone(peers.store)), peers.rank
+        store = dist.PrefixStore("shards", clone(peers.store))
+        rank = peers.rank
         device = resolve_device(recipe.train)
         PartialState(cpu=device.type == "cpu", store=store, rank=rank, world_size=world_size())
         yield

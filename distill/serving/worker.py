@@ -55,12 +55,14 @@ class Shares:
 
     def __init__(self, most: int, budget: int) -> None:
         self.jobs: list[list[Job]] = []
-        self._most, self._budget = most, budget
+        self._most = most
+        self._budget = budget
         self._room: list[int] = []
 
     def add(self, job: Job) -> bool:
         """Add a job to a forward pass; return False where none has room. All passes compute logits, or none."""
-        size, place = job.query.ids.size, len(self.jobs)
+        size = job.query.ids.size
+        place = len(self.jobs)
         if place and (job.options.logits or self.jobs[0][0].options.logits):
             return False
         if place == self._most:
@@ -104,11 +106,15 @@ class Worker:
     def __init__(
         self, answer: Callable[[Sequence[Job]], list[Answer]], budget: int, most_waiting: int, forwards: int = 1
     ) -> None:
-        self._answer, self._budget, self._most, self._forwards = answer, budget, most_waiting, forwards
+        self._answer = answer
+        self._budget = budget
+        self._most = most_waiting
+        self._forwards = forwards
         self._jobs: deque[_Asked] = deque()
         self._begun: list[Future[Answer]] = []
         self._lost: Exception | None = None
-        self._tokens, self._closed = 0, False
+        self._tokens = 0
+        self._closed = False
         self._changed = threading.Condition()
         self.served = {"requests": 0, "tokens": 0, "seconds": 0.0, "forwards": 0}
         self._ended = self._each = 0.0  # end of the last forward pass, and its seconds per token
@@ -138,13 +144,13 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs in the queue."""
         return len(self._jobs)
 
     def lose(self, error: Exception) -> None:
         """Fail all jobs, now and later, with `error`, without waiting for the teacher."""
         with self._changed:
-            self._closed, self._lost = True, error
+            self._closed = True
+            self._lost = error
             left = [*self._begun, *(future for _, future in self._jobs)]
             self._jobs.clear()
             self._changed.notify()
@@ -161,7 +167,8 @@ class Worker:
         """Accept no more jobs, and end after the current forward pass; waiting jobs fail."""
         with self._changed:
             self._closed = True
-            left, self._jobs = list(self._jobs), deque()
+            left = list(self._jobs)
+            self._jobs = deque()
             self._changed.notify()
         for _, future in left:
             if future.set_running_or_notify_cancel():
@@ -207,7 +214,8 @@ class Worker:
 
     def _begin(self, taken: Sequence[_Asked]) -> _Forward | None:
         """Launch a forward pass; return None if it failed, after each of its jobs was computed alone."""
-        begun, tokens = time.perf_counter(), sum(job.query.ids.size for job, _ in taken)
+        begun = time.perf_counter()
+        tokens = sum(job.query.ids.size for job, _ in taken)
         try:
             answers = self._answer([job for job, _ in taken])
         except Exception as error:  # an error of one forward pass fails its requests, not the server
@@ -218,7 +226,8 @@ class Worker:
     def _fail(self, taken: Sequence[_Asked], error: Exception) -> None:
         if len(taken) > 1:  # find the job at fault by running each alone
             for one in taken:
-                if forward := self._begin([one]):
+                forward = self._begin([one])
+                if forward:
                     self._finish(forward)
             return
         log.warning("a request failed: %s: %.300s", type(error).__name__, error)
@@ -239,7 +248,8 @@ class Worker:
         self.served["forwards"] += 1
         self.served["requests"] += len(forward.taken)
         self.served["tokens"] += forward.tokens
-        self._ended, self._each = now, seconds / forward.tokens
+        self._ended = now
+        self._each = seconds / forward.tokens
         for (_, future), answer in zip(forward.taken, forward.answers, strict=True):
             if not future.done():
                 future.set_result(answer)

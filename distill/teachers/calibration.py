@@ -49,7 +49,8 @@ def cut_from(teacher: PreTrainedModel, request: CutRequest) -> CutStudent:
         ValueError: no rows to choose by, or a teacher that cannot be cut so.
     """
     section = request.section
-    cut, to = section.from_teacher, {"device": request.device, "dtype": request.dtype}
+    cut = section.from_teacher
+    to = {"device": request.device, "dtype": request.dtype}
     assert cut is not None
     if not cut.is_calibrated:
         student = load_student(section, teacher=teacher, device=request.device, dtype=request.dtype)

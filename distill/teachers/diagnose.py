@@ -33,7 +33,8 @@ def diagnose_teacher(objective: DistillationObjective, batches: Iterable[Batch])
         names = list(teacher.models) if len(targets) > 1 else ["teacher"]
         for number, value in enumerate(targets):
             name = names[number] if len(names) == len(targets) else "teacher"
-            if count := _broken(value):
+            count = _broken(value)
+            if count:
                 positions = value.shape[:-1].numel() if value.dim() > 1 else value.numel()
                 faults.append(f"outputs of the {name} at {count} of {positions} positions")
     return faults[0] if faults else None

@@ -43,7 +43,8 @@ def compute_and_measure(
         return f"{'fp8':<12}student: {layers} linear layers compute in it; in shards, so that the cost is not measured"
     inputs = objective.student_inputs(batch)
     weights = [p for p in student.parameters() if p.requires_grad]
-    device, training = weights[0].device, student.training
+    device = weights[0].device
+    training = student.training
 
     def loss_and_gradients() -> tuple[float, list[torch.Tensor]]:
         devices = [device] if device.type == "cuda" else []
@@ -63,7 +64,8 @@ def compute_and_measure(
     student.train(training)
     for gradient_in_fp8, gradient in zip(in_fp8, gradients, strict=True):
         gradient_in_fp8.sub_(gradient)
-    off, size = (torch.stack([x.norm() for x in tensors]).double().norm() for tensors in (in_fp8, gradients))
+    off = torch.stack([x.norm() for x in in_fp8]).double().norm()
+    size = torch.stack([x.norm() for x in gradients]).double().norm()
     return (
         f"{'fp8':<12}student: {layers} linear layers compute in it, the head as it was; on one batch loss "
         f"{loss_in_fp8:.4f}, before {loss:.4f}, gradient off by {float(off / size):.1%}"

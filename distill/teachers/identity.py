@@ -36,7 +36,6 @@ def files_hash(files: list[Path]) -> str:
 
 
 def model_name(section: ModelSection) -> str:
-    """Return the name of a model in the run summary and on the model card."""
     if section.init == "random":
         return f"{section.config} (random weights)"
     return section.model or "cut from the teacher"

@@ -87,7 +87,9 @@ class StudentForward(Swap):
         objective: Objective that computes the loss.
     """
 
-    kind, survives_unpatch, outermost = "distillation", True, True
+    kind = "distillation"
+    survives_unpatch = True
+    outermost = True
 
     def __init__(self, objective: DistillationObjective) -> None:
         self.objective = objective
@@ -104,7 +106,8 @@ class StudentForward(Swap):
 
     def swap(self, module: nn.Module) -> None:
         """Put our forward around the model's."""
-        objective, before = self.objective, module.__dict__.get("forward")
+        objective = self.objective
+        before = module.__dict__.get("forward")
 
         @functools.wraps(type(module).forward)
         def forward(model: Any, *args: Any, step_inputs: OpaqueInputs | None = None, **kwargs: Any) -> Any:
@@ -141,7 +144,8 @@ class DistillationObjective:
         vocab_size: int | None = None,
     ) -> None:
         self._forward = StudentForward(self)
-        if (reason := self._forward.applies(student)) is not None:
+        reason = self._forward.applies(student)
+        if reason is not None:
             raise ValueError(reason)
         if isinstance(teacher, nn.Module):
             refuse_shared(teacher, student)
@@ -164,7 +168,8 @@ class DistillationObjective:
 
     def attach(self, student: nn.Module) -> None:
         """Patch `student.forward`; the innermost transformers model is patched, whatever wraps it."""
-        if (reason := self._forward.applies(student)) is not None:
+        reason = self._forward.applies(student)
+        if reason is not None:
             raise ValueError(reason)
         self.detach()
         self._student = bare(student)
@@ -237,7 +242,8 @@ class DistillationObjective:
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
-        batch, inputs = inputs, {**inputs, "labels": mask_document_starts(inputs["labels"], inputs.get("position_ids"))}
+        batch = inputs
+        inputs = {**inputs, "labels": mask_document_starts(inputs["labels"], inputs.get("position_ids"))}
         drawn = inputs.pop("sampled_log_p", None)
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         advantages = inputs.pop("advantages", None)
@@ -274,7 +280,6 @@ class DistillationObjective:
 
     @property
     def terms(self) -> Sequence[LossTerm]:
-        """Terms of the loss, each with its weight."""
         return self.loss.terms
 
     @property
@@ -321,10 +326,12 @@ class DistillationObjective:
         # what PEFT passes along for the full forward
         for key in ("output_attentions", "output_hidden_states", "return_dict", "use_cache"):
             inputs.pop(key, None)
-        decoder, properties = decoder_of(student), self.teacher.format.properties
+        decoder = decoder_of(student)
+        properties = self.teacher.format.properties
         inputs |= output_rows(decoder, valid_rows if properties.reads_valid_rows else None, labels.numel())
         layers = step_inputs.layers
-        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        positions = inputs.get("position_ids")
+        mask = inputs.get("attention_mask")
         with layers.record_student(positions, mask) if layers else nullcontext():
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
@@ -339,12 +346,15 @@ class DistillationObjective:
                 return {"loss": result + idle}
             loss, stats = result
             output = {"loss": loss + idle, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
-            if (drawn := step_inputs.sampled_log_p) is not None:
-                log_p, drawn = stats[STATISTICS.index("student_label_logprob")].detach(), drawn.flatten()
+            drawn = step_inputs.sampled_log_p
+            if drawn is not None:
+                log_p = stats[STATISTICS.index("student_label_logprob")].detach()
+                drawn = drawn.flatten()
                 learned = shifted.flatten() != IGNORE_INDEX
                 if len(log_p) != len(drawn):  # of aligned spans, each with its label at its first token
                     rows = learned.nonzero()[:, 0] if valid_rows is None else valid_rows
-                    drawn, learned = drawn[rows], learned[rows]
+                    drawn = drawn[rows]
+                    learned = learned[rows]
                 gap = log_p - drawn
                 known = learned & ~gap.isnan()
                 shares: dict[str, torch.Tensor] = {}
@@ -353,7 +363,8 @@ class DistillationObjective:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
                     call = HeadForward(hidden, head, step_inputs, shifted, valid_rows)
                     shares = comparison.overlap(self.pairing, call, sample)
-                total, nothing = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_zeros(0)
+                total = gap.abs().masked_fill(~known, 0.0).sum()
+                nothing = gap.new_zeros(0)
                 each = [shares.get(route, nothing) for route in self.routes or ("",)]
                 sums = [figure for share in each for figure in (share.nansum(), (~share.isnan()).sum())]
                 output["drawn"] = torch.stack((total, known.sum(), *sums))

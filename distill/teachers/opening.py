@@ -74,17 +74,20 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
     Raises:
         ValueError: naming the field.
     """
-    recipe, section = source.recipe, source.recipe.student
+    recipe = source.recipe
+    section = source.recipe.student
     vocabulary.prepare()
     device = context.device
     sharded = context.placement.teacher_sharded
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(problem)
-    if refusal := fp8_problem(section, family_in(device)):
+    refusal = fp8_problem(section, family_in(device))
+    if refusal:
         raise ValueError(refusal)
     teacher = source.open(context, vocabulary)
     without_lora = section.model_copy(update={"lora": None})
-    layer_indices, dtype = None, context.precision.student
+    layer_indices = None
+    dtype = context.precision.student
     request = CutRequest(without_lora.model_copy(update={"model": None}), device, dtype, context.calibration)
     if section.is_cut:
         student, layer_indices = teacher.cut_student(request)

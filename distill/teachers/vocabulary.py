@@ -52,7 +52,9 @@ class Vocabulary:
             top_k: True if the targets are K tokens per position, whose format checks the student's columns.
         """
         self.top_k = top_k
-        self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
+        self.recipe = recipe
+        self._teacher = teacher
+        self._id_bound = id_bound
         self.tokenizer: Any = None
         if not recipe.data.is_synthetic:
             self.tokenizer = with_template(load_tokenizer(teacher), recipe.data)
@@ -158,6 +160,9 @@ class Vocabulary:
         if len(set(texts)) < 2:
             return ""
         at = next((n for n, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-        before, ours, own = texts[0][max(0, at - 20) : at], texts[0][at : at + 30], texts[1][at : at + 30]
-        data, student = f"the data's continue with {ours!r} (which is trained on)", f"the student's with {own!r}"
+        before = texts[0][max(0, at - 20) : at]
+        ours = texts[0][at : at + 30]
+        own = texts[1][at : at + 30]
+        data = f"the data's continue with {ours!r} (which is trained on)"
+        student = f"the student's with {own!r}"
         return f"; prompts differ after {before!r}: {data}, {student}"

@@ -92,7 +92,8 @@ def training_arguments(
     Raises:
         ValueError: A field, `train.arguments` included, does not fit; the message names it.
     """
-    train, steps = recipe.train, plan.steps
+    train = recipe.train
+    steps = plan.steps
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
@@ -131,13 +132,15 @@ def training_arguments(
         name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
         values |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     if plan.placement.student_sharded and plan.world > 1:
-        if why := NOT_IN_SHARDS.get(train.optimizer):
+        why = NOT_IN_SHARDS.get(train.optimizer)
+        if why:
             raise ValueError(
                 f"train.optimizer: {train.optimizer} cannot train a student sharded by FSDP ({why}); expected "
                 f"{FUSED}, adamw_torch, rmsprop or sgd, or parallel.strategy: ddp"
             )
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-    if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
+    clash = sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"})
+    if clash:
         raise ValueError(f"train.arguments.{clash[0]}: already set by a field of the recipe; remove it here")
     if train.arguments.get("ignore_data_skip"):
         raise ValueError(
@@ -150,7 +153,8 @@ def training_arguments(
     except (TypeError, ValueError) as error:
         raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error
     try:  # a bad schedule would otherwise fail only after the evaluation that precedes training
-        tried, settings = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate), made.lr_scheduler_kwargs
+        tried = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate)
+        settings = made.lr_scheduler_kwargs
         get_scheduler(
             made.lr_scheduler_type,
             tried,

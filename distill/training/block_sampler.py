@@ -21,7 +21,9 @@ class BlockSampler(Sampler[int]):
     """
 
     def __init__(self, rows: Any, seed: int) -> None:
-        self.rows, self.seed, self.epoch = rows, seed, 0
+        self.rows = rows
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of this epoch, counted from 0, from now on."""

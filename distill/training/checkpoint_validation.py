@@ -71,7 +71,8 @@ def find_valid_checkpoint(folder: Path, *, unverified: bool = False) -> tuple[Pa
     """
     refused: list[str] = []
     for path in reversed(checkpoints(folder, damaged=True)):
-        fault, summed = fault_of(path), (path / MANIFEST).exists()
+        fault = fault_of(path)
+        summed = (path / MANIFEST).exists()
         if fault is None and not summed and not unverified:
             fault = f"it has no {MANIFEST} to verify it against; --unverified loads it all the same"
         if fault is None:
@@ -114,7 +115,8 @@ def _fault_of_weights(checkpoint: Path) -> str | None:
         return "it holds no safetensors weights"
     for path in files:
         try:
-            if (name := not_finite(path)) is not None:
+            name = not_finite(path)
+            if name is not None:
                 return f"{path.name}: {name} is not finite"
         except (OSError, SafetensorError) as error:
             return f"{path.name} cannot be read ({_first(error)})"

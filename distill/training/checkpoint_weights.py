@@ -45,8 +45,10 @@ def load_weights(student: nn.Module, checkpoint: Path) -> None:
         )
     except ValueError as error:
         raise _refused(checkpoint, str(error)) from error
-    there, own = saved.state_dict(), model.state_dict()
-    if wrong := sorted(there.keys() ^ own.keys()):
+    there = saved.state_dict()
+    own = model.state_dict()
+    wrong = sorted(there.keys() ^ own.keys())
+    if wrong:
         raise _refused(checkpoint, f"{wrong[0]} exists in only one of checkpoint and student")
     for name, value in own.items():
         value.copy_(there[name])
@@ -58,9 +60,11 @@ def _load_adapter(student: Any, checkpoint: Path) -> None:
     with safe_open(str(checkpoint / ADAPTER), framework="pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
     own = get_peft_model_state_dict(student)
-    if missing := sorted(own.keys() - saved.keys()):
+    missing = sorted(own.keys() - saved.keys())
+    if missing:
         raise _refused(checkpoint, f"{missing[0]} is missing in its files")
-    if wrong := sorted(name for name in saved if name not in own or own[name].shape != saved[name].shape):
+    wrong = sorted(name for name in saved if name not in own or own[name].shape != saved[name].shape)
+    if wrong:
         raise _refused(checkpoint, f"{wrong[0]} is not a weight of this student's adapter, or has another shape")
     set_peft_model_state_dict(student, saved, adapter_name=student.active_adapter)
 

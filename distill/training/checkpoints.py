@@ -14,7 +14,9 @@ from pathlib import Path
 
 from transformers import TrainerState, TrainingArguments
 
-CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.json"
+CHECKPOINT = "checkpoint-"
+UNFINISHED = ".unfinished"
+STATE = "trainer_state.json"
 
 
 def checkpoints(folder: Path, *, damaged: bool = False) -> list[Path]:
@@ -37,7 +39,8 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None = None)
 @contextlib.contextmanager
 def without_rotation(arguments: TrainingArguments) -> Iterator[int | None]:
     """Disable `Trainer`'s rotation, which runs before the new checkpoint has its name; yields the limit."""
-    limit, arguments.save_total_limit = arguments.save_total_limit, None
+    limit = arguments.save_total_limit
+    arguments.save_total_limit = None
     try:
         yield limit
     finally:
@@ -56,7 +59,8 @@ def lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
         args: `TrainingArguments`.
         state: `TrainerState` of the checkpoint; its log has no held-out metrics of that step then.
     """
-    step, every = state.global_step, state.eval_steps
+    step = state.global_step
+    every = state.eval_steps
     if args.eval_strategy != "steps" or not step or not every or step % every:
         return False
     here = [row for row in state.log_history if row.get("step") == step]

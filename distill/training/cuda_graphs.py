@@ -50,7 +50,8 @@ class CudaGraphCallback(TrainerCallback):
         mean: Callable[[float], float] = lambda seconds: seconds,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.always, self.mean = always, mean
+        self.always = always
+        self.mean = mean
         self.say = say or (lambda text: console.print_lines(f"{'graphs':<12}{text}") if is_main_process() else None)
         for _, model in models if always else ():  # eager steps must have the same bits as replayed ones
             decoder_of(model).__dict__.pop(output_rows.MARK, None)

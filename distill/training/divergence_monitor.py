@@ -25,7 +25,9 @@ from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-STEPS, TIMES, MARGIN = 3, 3.0, 1.0
+STEPS = 3
+TIMES = 3.0
+MARGIN = 1.0
 NEAR = 0.05  # nats below the logarithm of the vocabulary size that count as uniform
 LOWER = 0.5  # nats below it that show learning; random weights begin nearer
 ADVICE = "lower train.learning_rate or lengthen train.warmup"
@@ -43,7 +45,9 @@ class DivergenceMonitor(TrainerCallback):
     """
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        self.stops, self.vocabulary, self.limit = recipe.train.on_divergence == "stop", vocabulary, math.log(vocabulary)
+        self.stops = recipe.train.on_divergence == "stop"
+        self.vocabulary = vocabulary
+        self.limit = math.log(vocabulary)
         self.figure = "cross_entropy" if recipe.loss.schedule else "loss"
         self.since: int | None = None
         self._start: float | None = None
@@ -52,7 +56,10 @@ class DivergenceMonitor(TrainerCallback):
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Restore the state from the log history of a resumed run."""
-        self.since, self._start, self._was_lower, self._in_a_row = None, None, False, {}
+        self.since = None
+        self._start = None
+        self._was_lower = False
+        self._in_a_row = {}
         # A resumed run counts on from what it had logged: start, lowest perplexity and rows of bad figures follow from
         # the log, so that no state of its own is saved.
         for entry in state.log_history:
@@ -86,7 +93,8 @@ class DivergenceMonitor(TrainerCallback):
             self._start = first
         # An entry is a training step's (it has `loss`) or an evaluation's, whose names begin with eval_.
         prefix, where = ("", "") if "loss" in logs else ("eval_", "held-out ")
-        loss, entropy = logs.get(f"{prefix}{self.figure}"), logs.get(f"{prefix}cross_entropy")
+        loss = logs.get(f"{prefix}{self.figure}")
+        entropy = logs.get(f"{prefix}cross_entropy")
         if loss is not None and self._start is not None:
             # a start below 0 (a policy gradient's) does not lower the bound below the margin
             bound = TIMES * max(self._start, 0.0) + MARGIN

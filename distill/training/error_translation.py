@@ -35,7 +35,8 @@ def translated(error: Exception, recipe: Recipe, folder: Path) -> str | None:
     """Return the line on a failure of the machine that names the cure; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return out_of_memory(recipe, error, folder)
-    text, code = str(error), disk_code(error)
+    text = str(error)
+    code = disk_code(error)
     if code is None and any(words in text for words in CUT_SHORT):
         code = errno.ENOSPC if free_bytes(_fullest(recipe, folder)) < GIB else errno.EFBIG
     if code is not None:
@@ -62,7 +63,8 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
     Args:
         folder: The run's folder; the message gives the command that resumes from its last checkpoint.
     """
-    lossless, lossy = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)
+    lossless = _ways_without_loss(recipe)
+    lossy = _ways_of_a_new_run(recipe)
     whole = checkpoints(folder) if folder is not None and folder.is_dir() else []
     sentences = str(error).splitlines()[0].split(". ")  # the third and later ones are torch's figures and advice
     first = ". ".join(sentences[:2]).rstrip(".")
@@ -82,14 +84,16 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
 
 def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
     """Return settings that a run may be resumed with, from override to description."""
-    train, ways = recipe.train, {}
+    train = recipe.train
+    ways = {}
     if train.batch_size > 1 and why_batch_size_stays(recipe) is None:
         smaller, tokens = smaller_batch(recipe, world_size())
         if train.tokens_per_step is None:
             override = f"train.batch_size={smaller} train.tokens_per_step={tokens}"
             keeps = f"with train.tokens_per_step {tokens} the step is unchanged"
         else:
-            override, keeps = f"train.batch_size={smaller}", "the step is unchanged: more micro-batches"
+            override = f"train.batch_size={smaller}"
+            keeps = "the step is unchanged: more micro-batches"
         share = "half" if 2 * smaller == train.batch_size else f"{smaller}/{train.batch_size}"
         ways[override] = f"train.batch_size from {train.batch_size} to {smaller}, {share} of the activations ({keeps})"
     if not train.gradient_checkpointing:
@@ -100,7 +104,8 @@ def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
 
 def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
     """Return descriptions of settings that change what is trained, for a new run."""
-    train, ways = recipe.train, []
+    train = recipe.train
+    ways = []
     halves = train.batch_size > 1 and train.batch_size // 2 % recipe.data.samples == 0
     if halves and why_batch_size_stays(recipe) is not None:
         ways.append(f"train.batch_size from {train.batch_size} to {train.batch_size // 2}, half of the activations")
@@ -120,7 +125,8 @@ def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
 
 
 def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:
-    where, advice = Path(name or folder), "; make it writable, or start in another folder"
+    where = Path(name or folder)
+    advice = "; make it writable, or start in another folder"
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = where if name else _fullest(recipe, folder)
         advice = f" ({mount_of(where)} has {free_bytes(where) / GIB:.1f} GiB free); make room there"

@@ -32,12 +32,14 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False, exports: bool
         yield
     except Exception as error:  # any failure: the trained weights must be kept
         fault = error
-    failed, several = fault is not None, trainer.accelerator.num_processes > 1
+    failed = fault is not None
+    several = trainer.accelerator.num_processes > 1
     if several and together:
         failed = trainer.mean_over_ranks(float(failed)) > 0
     if not failed:
         return
-    folder, kept = Path(trainer.args.output_dir), f"{CHECKPOINT}{trainer.state.global_step}"
+    folder = Path(trainer.args.output_dir)
+    kept = f"{CHECKPOINT}{trainer.state.global_step}"
     full = fault is not None and disk_code(fault) is not None
     if (together or not several) and folder / kept not in checkpoints(folder) and not full:
         trainer.save_checkpoint()

@@ -21,11 +21,11 @@ class LayerTerms(StepListener):
     """
 
     def __init__(self, matching: LayerMatching, trainer: TransformersCompat) -> None:
-        self.matching, self.trainer = matching, trainer
+        self.matching = matching
+        self.trainer = trainer
         self.sums: dict[str, torch.Tensor] = {}
 
     def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
-        """Count a micro-batch."""
         for name, pair in inputs.layers.sums.items() if inputs.layers else ():
             self.sums[name] = pair + self.sums.get(name, 0.0)
 
@@ -39,9 +39,7 @@ class LayerTerms(StepListener):
         return {name: total / count for name, (total, count) in named.items() if count}
 
     def save(self, checkpoint: Path) -> None:
-        """Write the projections."""
         self.matching.save(checkpoint, writes=self.trainer.args.should_save)
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore the projections."""
         self.matching.restore(checkpoint)

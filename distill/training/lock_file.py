@@ -108,7 +108,8 @@ def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarra
 
 def _text_to_tokens(vocabulary: Vocabulary) -> Plain:
     """Return hashes of the tokenizer and the chat template in use, with the fixed date that replaces today's."""
-    tokenizer, template = vocabulary.tokenizer, vocabulary.template
+    tokenizer = vocabulary.tokenizer
+    template = vocabulary.template
     if tokenizer is None:
         return {"tokenizer_sha256": None, "chat_template": None, "chat_template_date": None}
     words = "\n".join(f"{number} {token}" for token, number in sorted(tokenizer.get_vocab().items()))

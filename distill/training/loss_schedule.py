@@ -28,7 +28,8 @@ class LossSchedule(StepListener):
     """
 
     def __init__(self, objective: DistillationObjective, section: Loss) -> None:
-        self.objective, self.section = objective, section
+        self.objective = objective
+        self.section = section
         self.now: Loss | None = None
         teacher = objective.teacher
         # stored outputs may stay unread
@@ -44,7 +45,8 @@ class LossSchedule(StepListener):
 
     def begin_step(self, step: int) -> None:
         """Set the loss of the optimizer step with this number (from 0)."""
-        if (loss := self.section.at(step)) == self.now:
+        loss = self.section.at(step)
+        if loss == self.now:
             return
         self.now = loss
         self.objective.use(self.objective.teacher.format.loss(loss, self.objective.pairing))

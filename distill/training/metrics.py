@@ -56,8 +56,11 @@ class Meter:
         divergence: tuple[str | None, float] = ("kl", 1.0),
         routes: Sequence[str] = (),
     ) -> None:
-        self.device, self.teacher, self.student = device, teacher, student
-        self.divergence, self.routes = divergence, routes
+        self.device = device
+        self.teacher = teacher
+        self.student = student
+        self.divergence = divergence
+        self.routes = routes
         self.peak = peak_flops(device)
         self.tokens_seen = 0
         self._pause = 0.0
@@ -72,7 +75,8 @@ class Meter:
         self._drawn = torch.zeros(2 + 2 * max(len(self.routes), 1), dtype=precision, device=self.device)
         self._work = torch.zeros((), dtype=precision, device=self.device)  # of the teacher
         self._tokens = 0
-        self._start, self._pause = time.perf_counter(), 0.0
+        self._start = time.perf_counter()
+        self._pause = 0.0
         self.phases.restart()
 
     @contextlib.contextmanager
@@ -104,7 +108,8 @@ class Meter:
         if drawn is not None:
             self._drawn += drawn
         if weight:  # rescale to the weight by which the means are divided
-            begin, size = len(STATISTICS), len(PER_ROUTE)
+            begin = len(STATISTICS)
+            size = len(PER_ROUTE)
             divergences = [0, *range(begin + PER_ROUTE.index("divergence"), len(statistics), size)]
             statistics = statistics.detach().clone()
             statistics[divergences] *= self.divergence[1] / weight
@@ -139,8 +144,10 @@ class Meter:
         steps = max(self.phases.steps, 1)
         host = self._counts.new_tensor([self._tokens, 1.0, *phases.values()])
         values = reduce(torch.cat([self._sums, self._drawn, self._counts, self._work[None], host])).tolist()
-        begin, end = len(self._sums), len(self._sums) + len(self._drawn)
-        sums, (gap, drawn, *shares) = values[:begin], values[begin:end]
+        begin = len(self._sums)
+        end = len(self._sums) + len(self._drawn)
+        sums = values[:begin]
+        (gap, drawn, *shares) = values[begin:end]
         trained, compared, pairs, work, tokens, ranks, *times = values[end:]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)

@@ -43,7 +43,8 @@ class Phases:
     """
 
     def __init__(self, device: torch.device, names: Sequence[str] = PHASES) -> None:
-        self.device, self.names = device, names
+        self.device = device
+        self.names = names
         self.steps = 0
         self._marks: list[tuple[str, Any]] = []
         self._free: list[torch.cuda.Event] = []
@@ -52,7 +53,8 @@ class Phases:
     def restart(self) -> None:
         """Discard all times and enter the first phase."""
         self._free += [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
-        self._marks, self.steps = [], 0
+        self._marks = []
+        self.steps = 0
         self.enter(self.names[0])
 
     @property

@@ -33,7 +33,8 @@ class TeacherPrefetcher(StepListener):
     """
 
     def __init__(self, objective: DistillationObjective, trainer: TransformersCompat) -> None:
-        self.objective, self.trainer = objective, trainer
+        self.objective = objective
+        self.trainer = trainer
         self._epoch: tuple[Iterator[Collated] | None, Iterator[Collated] | None] = (None, None)
 
     @contextmanager
@@ -90,7 +91,8 @@ class TeacherPrefetcher(StepListener):
     def _with_final_checkpoint(self, error: TeacherUnavailableError) -> TeacherUnavailableError:
         """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
         trainer = self.trainer
-        step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
+        step = trainer.state.global_step
+        folder = Path(trainer.args.output_dir or ".")
         if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
             return error
         if not (folder / f"{CHECKPOINT}{step}").is_dir():

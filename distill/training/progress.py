@@ -37,7 +37,8 @@ class MetricsFile(TrainerCallback):
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
-        self.path, self.check = path, check
+        self.path = path
+        self.check = check
         self._last: dict[str, Any] = {}
         self._offset = 0
 
@@ -52,7 +53,8 @@ class MetricsFile(TrainerCallback):
         remove_from_manifest(self.path.parent, self.path.name)
         write_text(self.path, text)
         last = json.dumps(rows[-1]) + "\n" if rows else ""  # which an evaluation of the same step extends
-        self._last, self._offset = (rows[-1] if rows else {}), len(text.encode()) - len(last.encode())
+        self._last = rows[-1] if rows else {}
+        self._offset = len(text.encode()) - len(last.encode())
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         """Append a row, or extend the last one if it is of the same step."""
@@ -119,9 +121,11 @@ class ProgressReport(StepListener):
     """
 
     def __init__(self, console: Console | None = None, measure: Measure = KL) -> None:
-        self.console, self.measure = console or Console(), measure
+        self.console = console or Console()
+        self.measure = measure
         self._bar: Progress | None = None
-        self._start, self._start_step = 0.0, 0
+        self._start = 0.0
+        self._start_step = 0
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -143,10 +147,12 @@ class ProgressReport(StepListener):
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Show the bar."""
-        self._start, self._start_step = time.perf_counter(), state.global_step
+        self._start = time.perf_counter()
+        self._start_step = state.global_step
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
-        name, left = TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
+        name = TextColumn("{task.description}")
+        left = TimeRemainingColumn(compact=True)
         columns = name, BarColumn(None), MofNCompleteColumn(), left, TextColumn("left")
         self._bar = Progress(*columns, console=self.console, expand=True, transient=True)
         self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step)
@@ -188,7 +194,8 @@ class ProgressReport(StepListener):
     def stop(self) -> None:
         """Remove the bar, also after an error or Ctrl-C."""
         if self._bar is not None:
-            bar, self._bar = self._bar, None
+            bar = self._bar
+            self._bar = None
             share_bar()
             with ignore_lost_terminal():
                 bar.stop()

@@ -33,7 +33,8 @@ class QuantiseCallback(StepListener):
     """
 
     def __init__(self, weights: QuantisedWeights, trainer: DistillationTrainer) -> None:
-        self.weights, self.trainer = weights, trainer
+        self.weights = weights
+        self.trainer = trainer
 
     def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Go on with the parameters as they are sharded now."""
@@ -65,7 +66,8 @@ def quantise_at_once(student: nn.Module, section: Quantise) -> None:
 
 def add_quantiser(trainer: DistillationTrainer) -> None:
     """Have a trainer round the weights of its student after every step, where the student is quantised."""
-    if (weights := quantised_weights(trainer.model)) is not None:
+    weights = quantised_weights(trainer.model)
+    if weights is not None:
         trainer.add_callback(QuantiseCallback(weights, trainer))
 
 
@@ -103,13 +105,15 @@ def quantise_for_training(
     found = formats_of(student, section)
     adapters = _adapters(student, found)
     narrow = {name: form for name, form in found.by_name.items() if FORMATS[form].is_learned}
-    start, how = {}, "each to its nearest value"
+    start = {}
+    how = "each to its nearest value"
     if section.starts_from_gptq and narrow and not resumed:
         batches = calibration_batches(rows, section.calibration_tokens, trainer.args.device)
         with console.spinner("rounding by GPTQ"), _autocast(trainer):
             start = round_weights(student, narrow, batches)
         how = f"{len(start)} by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
-    learned, sharded = section.scales == "learned", trainer.is_fsdp_enabled
+    learned = section.scales == "learned"
+    sharded = trainer.is_fsdp_enabled
     weights = quantise_student(student, found, learned=learned, adapters=adapters, start=start, sharded=sharded)
     add_quantiser(trainer)
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")

@@ -66,5 +66,6 @@ def without_repeated_rows(loader: Any, processes: int) -> Any:
     size = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
     shard.batch_sampler = EmptyPaddedBatchSampler(shard.batch_sampler.sampler, size, shard.num_processes)
     # without a batch size accelerate hands out whole batches in turn, of any length, and pads none
-    shard.batch_size, shard.split_batches = None, False
+    shard.batch_size = None
+    shard.split_batches = False
     return loader

@@ -107,7 +107,8 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     """
     path = folder / RECIPE_FILE
     old = _where_it_lies(load(path), recipe, folder)
-    was, now = parse_yaml(dump(old), str(path)), parse_yaml(dump(recipe), "recipe")
+    was = parse_yaml(dump(old), str(path))
+    now = parse_yaml(dump(recipe), "recipe")
     changed = tuple(differences(_by_teacher(was), _by_teacher(now)))
     for setting, before, after in changed:
         if setting not in STEP and not is_free(setting):
@@ -194,7 +195,8 @@ def _numbered(value: Any) -> Any:
 
 
 def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
-    train, length = plan.recipe.train, plan.recipe.data.max_length
+    train = plan.recipe.train
+    length = plan.recipe.data.max_length
     rows = rows_of_step(old, plan.processes)
     changes = train.batch_size != old.train.batch_size
     if plan.processes != processes and (changes or rows % (train.batch_size * processes)):

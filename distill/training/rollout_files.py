@@ -38,7 +38,10 @@ class StoredRollouts(StepListener):
     """
 
     def __init__(self, folder: Path, every: int, tokenizer: Any, routes: Sequence[str]) -> None:
-        self.folder, self.every, self.tokenizer, self.routes = folder / FOLDER, every, tokenizer, routes
+        self.folder = folder / FOLDER
+        self.every = every
+        self.tokenizer = tokenizer
+        self.routes = routes
         self.is_open = False  # whether the current step's rollouts are recorded
         self._rows: list[dict[str, object]] = []
 
@@ -93,7 +96,9 @@ class StoredRollouts(StepListener):
     def _read(self, document: Document) -> dict[str, object]:
         """Return a rollout's prompt, which ends before the first token that the student sampled, and its answer."""
         begin = document.rollout_start
-        prompt, answer, labels = document.ids[:begin], document.ids[begin:], document.labels[begin:]
+        prompt = document.ids[:begin]
+        answer = document.ids[begin:]
+        labels = document.labels[begin:]
         positions = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
         is_own = [document.starts is not None or label != IGNORE_INDEX for label in labels]
         stretches = [
@@ -109,7 +114,9 @@ class StoredRollouts(StepListener):
         """Write the recorded rollouts of all processes, sorted."""
         if not self.is_open:
             return
-        rows, self._rows, self.is_open = gather_object(self._rows), [], False
+        rows = gather_object(self._rows)
+        self._rows = []
+        self.is_open = False
         if is_main_process():
             write(self.folder, state.global_step, rows)
             add_to_manifest(self.folder.parent, f"{FOLDER}/{name_of(state.global_step)}")
@@ -120,7 +127,8 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    ids, figures = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.float32())
+    ids = pyarrow.list_(pyarrow.int32())
+    figures = pyarrow.list_(pyarrow.float32())
     text = dict.fromkeys(("route", "prompt", "answer"), pyarrow.string())
     schema = {"step": pyarrow.int64(), "reward": pyarrow.float32(), "advantage": pyarrow.float32(), **text}
     turn = pyarrow.struct({"by_student": pyarrow.bool_(), "text": pyarrow.string()})

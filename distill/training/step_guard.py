@@ -61,7 +61,11 @@ class StepGuard(StepListener):
         limit: int = LIMIT,
         diagnose: Callable[[list[Batch]], str | None] = lambda batches: None,
     ) -> None:
-        self.reduce, self.ranks, self.folder, self.limit, self.diagnose = reduce, ranks, folder, limit, diagnose
+        self.reduce = reduce
+        self.ranks = ranks
+        self.folder = folder
+        self.limit = limit
+        self.diagnose = diagnose
         self.skipped = 0
         self.stopping = False
         self.interrupted = False
@@ -137,7 +141,10 @@ class StepGuard(StepListener):
         # flags are summed, and read by all from the same sum.
         if self.ranks > 1:
             flags = self.reduce(flags)
-        seen, self._batches, self._norm, self._loss = self._batches, [], None, None
+        seen = self._batches
+        self._batches = []
+        self._norm = None
+        self._loss = None
         inner = getattr(optimizer, "optimizer", optimizer)
         # The step before has long finished on the GPU: reading its flags now costs nothing, reading this step's would
         # wait for the whole backward.

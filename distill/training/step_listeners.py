@@ -51,7 +51,8 @@ def training_listeners(
     Raises:
         ValueError: A scheduled loss that this teacher's outputs do not allow.
     """
-    folder, scaler = Path(trainer.args.output_dir or "."), trainer.accelerator.scaler
+    folder = Path(trainer.args.output_dir or ".")
+    scaler = trainer.accelerator.scaler
     guard = StepGuard(
         trainer.sum_over_ranks,
         trainer.accelerator.num_processes,
@@ -93,7 +94,8 @@ def run_listeners(
         rollouts: Rollouts that training is on; None for the data's own responses.
         run_lock: Lock on the run's folder.
     """
-    folder, section = run_lock.folder, recipe.data.on_policy
+    folder = run_lock.folder
+    section = recipe.data.on_policy
     found: list[TrainerCallback] = [
         MetricsFile(folder / "metrics.jsonl", run_lock.check),
         ProgressReport(measure=objective.measure),
@@ -103,7 +105,8 @@ def run_listeners(
         found.append(RolloutBatches(rollouts, trainer))
         if section is not None and section.store_every:
             found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
-    setting, device = recipe.train.cuda_graph, trainer.args.device
+    setting = recipe.train.cuda_graph
+    device = trainer.args.device
     if device.type == "cuda" and (setting is True or (setting and runs_our_kernels(device))):
         found.append(CudaGraphCallback(pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
     return found
@@ -118,7 +121,8 @@ class TrainingMetrics(StepListener):
     """
 
     def __init__(self, meter: Meter, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.meter, self.reduce = meter, reduce
+        self.meter = meter
+        self.reduce = reduce
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Begin the first interval."""
@@ -156,7 +160,8 @@ class TeacherUpdates(StepListener):
     """
 
     def __init__(self, trainer: TransformersCompat, objective: DistillationObjective) -> None:
-        self.args, self.objective = trainer.args, objective
+        self.args = trainer.args
+        self.objective = objective
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Update a moving-average teacher."""
@@ -207,7 +212,8 @@ class RolloutBatches(StepListener):
     replaces_batches = True
 
     def __init__(self, rollouts: OnPolicyRollouts, trainer: TransformersCompat) -> None:
-        self.rollouts, self.trainer = rollouts, trainer
+        self.rollouts = rollouts
+        self.trainer = trainer
         self.provides_rewards = rollouts.rewards is not None
 
     def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
@@ -223,15 +229,12 @@ class RolloutBatches(StepListener):
         return self.rollouts.upcoming_batches(self.trainer.data_collator)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the interval's rollouts."""
         return self.rollouts.pop_metrics(self.trainer.sum_over_ranks, self.trainer.args.device)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the rollouts of later steps."""
         self.rollouts.save(checkpoint, self.trainer.args.process_index)
 
     def restore(self, checkpoint: Path) -> None:
-        """Read the rollouts of later steps."""
         self.rollouts.restore(checkpoint)
 
 

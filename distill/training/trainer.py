@@ -153,7 +153,8 @@ class DistillationTrainer(TransformersCompat):
             return [], None
         if self._needs_rewards and not any(each.provides_rewards for each in self.listeners):
             raise ValueError("loss.terms: a reward needs a callback of RolloutBatches with rewards; got none")
-        step, are_final = self.state.global_step, not any(each.replaces_batches for each in self.listeners)
+        step = self.state.global_step
+        are_final = not any(each.replaces_batches for each in self.listeners)
         for each in self.listeners:
             each.begin_step(step)
         for each in self.listeners:
@@ -217,7 +218,8 @@ class DistillationTrainer(TransformersCompat):
         raise ValueError("predict: no logits are computed; for metrics use evaluate(rows, metric_key_prefix='test')")
 
     def _held_out(self, batches: Any) -> dict[str, float]:
-        model, objective = self.model_wrapped if self.is_in_train else self.model, self.objective
+        model = self.model_wrapped if self.is_in_train else self.model
+        objective = self.objective
         training = model.training
         model.eval()
         sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)

@@ -67,11 +67,9 @@ class TransformersCompat(Trainer):
         """Read what `save_listeners` wrote; every process calls it."""
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over the ranks."""
         return self.accelerator.reduce(values, "sum")
 
     def mean_over_ranks(self, value: float) -> float:
-        """Return the mean of a number over the ranks."""
         return self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean").item()
 
     def save_checkpoint(self) -> None:
@@ -142,7 +140,8 @@ class TransformersCompat(Trainer):
         if self.accelerator.scaler or self.is_fsdp_enabled:
             norm = super()._clip_grad_norm(model)
         else:
-            parameters, max_norm = cached_parameters(self.model), self.args.max_grad_norm
+            parameters = cached_parameters(self.model)
+            max_norm = self.args.max_grad_norm
             norm = clip_in_optimizer(parameters, self.optimizer, max_norm)
             norm = self.accelerator.clip_grad_norm_(parameters, max_norm) if norm is None else norm
         self.gradient_norm_computed(norm)
@@ -191,7 +190,8 @@ class TransformersCompat(Trainer):
         `Trainer` writes into checkpoint-N, and deletes old checkpoints before the new one is whole.
         """
         folder = Path(super()._get_output_dir(trial))
-        unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
+        unfinished = folder / UNFINISHED
+        name = f"{CHECKPOINT}{self.state.global_step}"
         with self.writing_checkpoint(), without_rotation(self.args) as limit:
             if self.args.should_save:
                 shutil.rmtree(unfinished, ignore_errors=True)

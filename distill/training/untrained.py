@@ -42,7 +42,8 @@ class MeasureUntrained(StepListener, Generic[T]):
     """
 
     def __init__(self, trainer: DistillationTrainer, measure: Callable[[], T], *, first: bool) -> None:
-        self.trainer, self.measure = trainer, measure
+        self.trainer = trainer
+        self.measure = measure
         self._result = measure() if first else None
         self._copying: Future[list[torch.Tensor]] | None = None
         self._buffers: list[torch.Tensor] = []
@@ -99,7 +100,8 @@ class MeasureUntrained(StepListener, Generic[T]):
         finally:
             for own, trained in changed:
                 own.copy_(trained)
-            self._copying, self._buffers = None, []
+            self._copying = None
+            self._buffers = []
 
 
 def is_measured_first(trainer: DistillationTrainer, *, resumed: bool) -> bool:

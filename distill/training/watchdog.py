@@ -97,7 +97,8 @@ class PeerMonitor:
     """Heartbeats of the other ranks, with the times of their last changes by this rank's clock."""
 
     def __init__(self, rank: int, launch: str) -> None:
-        self.rank, self.launch = rank, launch
+        self.rank = rank
+        self.launch = launch
         self._seen: dict[int, tuple[dict[str, object], float, float]] = {}  # file, its counts' last changes
         self._begun = (-1, 0.0)
 

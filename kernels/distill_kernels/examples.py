@@ -219,7 +219,9 @@ def own_loss(student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.
 def head_of(weight: torch.Tensor, bias: torch.Tensor) -> Any:
     head: Any = nn.Linear(1, 1)
     del head.weight, head.bias
-    head.weight, head.bias = weight, bias  # as given: a Parameter would lose no stride, but be another leaf
+    # as given: a Parameter would lose no stride, but be another leaf
+    head.weight = weight
+    head.bias = bias
     return head
 
 
@@ -265,7 +267,8 @@ def in_fp8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
 
 def swapped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
     linear = nn.Linear(weight.shape[1], weight.shape[0], device=x.device)
-    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+    linear.weight = nn.Parameter(weight)
+    linear.bias = nn.Parameter(bias)
     model = nn.Sequential(linear)
     ours.swap_linears_for_fp8(model)
     with torch.no_grad():
@@ -505,7 +508,9 @@ def _divergences() -> dict[str, Example]:
     """Return every divergence over hidden states and over logits, at T = 2, alone."""
     rows = {}
     for kind in DIVERGENCES:
-        terms, jumps = [ours.LossTerm(kind, 0.7)], kind == "tvd"  # whose gradient is a sign
+        # whose gradient is a sign
+        terms = [ours.LossTerm(kind, 0.7)]
+        jumps = kind == "tvd"
 
         def over_heads(terms: list[Any] = terms, **tensors: Any) -> object:
             return ours.fused_distillation_loss(terms=terms, temperature=2.0, **tensors)

@@ -118,7 +118,8 @@ class _Gradient:
     saved_tensors: tuple[torch.Tensor | None, ...] = ()
 
     def __init__(self, op: KernelOp, args: tuple[Any, ...], outputs: Any, needed: tuple[bool, ...]) -> None:
-        self._op, self._places = op, [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self._op = op
+        self._places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         self.planned = PlannedFunction(self._compute)
         needs = dict(zip(self._places, needed, strict=True))
         self.needs_input_grad = tuple(needs.get(place, False) for place in range(len(args)))
@@ -130,7 +131,8 @@ class _Gradient:
         every = [*[args[place] for place in self._places], *_as_tuple(outputs)]
         at = {id(tensor): place for place, tensor in reversed(list(enumerate(every)))}
         self.pick_saved = picker([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])
-        self._kept, self.saved_tensors = [tensor is not None for tensor in self.saved_tensors], ()
+        self._kept = [tensor is not None for tensor in self.saved_tensors]
+        self.saved_tensors = ()
         self.latest: LaunchPlan | None = None  # one with a replay, whose upstream gradients hold no None
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
@@ -152,7 +154,8 @@ class _Gradient:
         return gradients
 
     def _compute(self, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        context, left = copy.copy(self), iter(given)
+        context = copy.copy(self)
+        left = iter(given)
         context.saved_tensors = tuple([next(left) if kept else None for kept in self._kept])
         gradients = _as_tuple(self._op.backward(context, *left))
         return None, *[gradients[place] for place in self._places]
@@ -179,7 +182,8 @@ def _eager_function(name: str, op: KernelOp) -> type[torch.autograd.Function]:
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             refuse_double_backward()
-        gradient, given = ctx.gradient, ctx.saved_tensors + upstream
+        gradient = ctx.gradient
+        given = ctx.saved_tensors + upstream
         plan = gradient.latest
         if plan is not None and plan.fits(*given):
             gradients = plan.replay(*given)

@@ -67,7 +67,8 @@ MAX_CACHED_LAUNCHES = 4096  # specializations that a `CachedLauncher` holds befo
 def interpreted() -> Iterator[None]:
     """Run Triton kernels on CPU tensors too. For tests: needs TRITON_INTERPRET=1 set before triton was imported."""
     global _interpreting
-    before, _interpreting = _interpreting, True
+    before = _interpreting
+    _interpreting = True
     try:
         yield
     finally:
@@ -116,7 +117,9 @@ FAMILY_BY_CAPABILITY = {
     (12, 0): "sm_120",
     (12, 1): "sm_120",
 }
-OLDER, UNKNOWN = "older", "unknown"  # no kernel is launched there
+# no kernel is launched there
+OLDER = "older"
+UNKNOWN = "unknown"
 
 
 class DeviceFacts(NamedTuple):
@@ -208,7 +211,8 @@ def _cuda_facts(index: int) -> DeviceFacts:
         _log.warning("%s: no kernels for GPUs as old or as new as this; PyTorch computes instead", properties.name)
     elif forced := forced_family():
         _log.warning("%s: takes the paths of %s (DISTILL_FAMILY)", properties.name, forced)
-        family, shared = forced, min(shared, FAMILIES[forced].shared_bytes)
+        family = forced
+        shared = min(shared, FAMILIES[forced].shared_bytes)
     return DeviceFacts(
         properties.multi_processor_count, family, shared, properties.L2_cache_size, properties.total_memory
     )

@@ -125,7 +125,8 @@ class PlannedFunction:
     """
 
     def __init__(self, function: Callable[..., Any], results: int | None = None) -> None:
-        self.function, self.results = function, results
+        self.function = function
+        self.results = results
         self._forms: dict[tuple[type, ...], tuple[Any, Any, dict[Any, list[LaunchPlan]]]] = {}
         self._count = 0
 
@@ -277,8 +278,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # `object` in a torch
 
     def replay(self, outputs: Any, results: int | None) -> Callable[..., Any] | None:
         """Return the function that repeats what was seen, or None; what was seen is forgotten."""
-        launched, buffers = self.launched, [buffer for buffer in self.buffers if buffer.numel()]
-        self.launched, self.buffers = [], []  # outputs, soon with a graph behind them, must not live on here
+        launched = self.launched
+        buffers = [buffer for buffer in self.buffers if buffer.numel()]
+        # outputs, soon with a graph behind them, must not live on here
+        self.launched = []
+        self.buffers = []
         if self.reason is not None or self.starts != len(launched):
             return None
         source = PlanSource(self.inputs, buffers)

@@ -46,7 +46,8 @@ def has_aligned_rows(matrix: torch.Tensor) -> bool:
 
 def adjacent_as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return tensors [n_i, ...] that are adjacent in one allocation as one, [sum n_i, ...]; None if they are not."""
-    first, elements = tensors[0], 0
+    first = tensors[0]
+    elements = 0
     for tensor in tensors:
         if (
             type(tensor) not in PLAIN

@@ -67,7 +67,8 @@ class PlanSource:
             returned: Expression of the outputs.
             names: Values of `device`, `hooks`, `empty` and `stream_of`.
         """
-        numbers, buffers = range(len(self.inputs)), range(len(self.allocations))
+        numbers = range(len(self.inputs))
+        buffers = range(len(self.allocations))
         any_bit = " | ".join(f"p{number}" for number in numbers)
         lines = [
             f"def replay({', '.join(f't{number}' for number in numbers)}):",
@@ -184,7 +185,8 @@ class _TensorMaps(dict[int, Any]):
 
     def __init__(self, fill: Callable[..., Any], layout: Sequence[Any]) -> None:
         super().__init__()
-        self._fill, self._layout = fill, layout
+        self._fill = fill
+        self._layout = layout
 
     def __missing__(self, address: int) -> Any:
         if len(self) >= MAX_TENSOR_MAPS:
@@ -197,7 +199,8 @@ class _TensorMaps(dict[int, Any]):
 def _noted_tensor_maps() -> Iterator[list[_TensorMaps]]:
     """Note the tensor maps that Triton makes inside, on this thread, in their order."""
     noted: list[_TensorMaps] = []
-    utils, here = triton.runtime.driver.active.utils, threading.get_ident()
+    utils = triton.runtime.driver.active.utils
+    here = threading.get_ident()
     fills = {name: fill for name, fill in vars(utils).items() if name.startswith("fill_tma_descriptor")}
 
     def noting(fill: Callable[..., Any], address: int, *layout: Any) -> Any:
@@ -221,7 +224,8 @@ def _native_call(launcher: Any, arguments: Sequence[Any]) -> tuple[Callable[...,
     def stand_in(*arguments: Any) -> None:
         handed.append(arguments)
 
-    launch, copied = getattr(launcher, "launch", None), copy.copy(launcher)
+    launch = getattr(launcher, "launch", None)
+    copied = copy.copy(launcher)
     if isinstance(launch, types.FunctionType):  # makes tensor maps of descriptors, then calls the C function `launcher`
         cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
         native = cells["launcher"].cell_contents if "launcher" in cells else None

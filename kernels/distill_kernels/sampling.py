@@ -27,14 +27,19 @@ BLOCK = 1024
 
 def _philox(counter: torch.Tensor, draw: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return four words of Philox-4x32-10, int64 below 2**32, from counters (counter, draw, 0, 0) and 64-bit keys."""
-    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
+    key0 = seed & _MASK
+    key1 = (seed >> 32) & _MASK
     c0, c1, c2, c3 = torch.broadcast_tensors(counter, draw & _MASK, torch.zeros_like(draw), torch.zeros_like(draw))
     for _ in range(10):
         # a product of two 32-bit words wraps around int64 with all 64 bits right
-        low, high = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c2 = ((high >> 32) & _MASK) ^ c1 ^ key0, ((low >> 32) & _MASK) ^ c3 ^ key1
-        c1, c3 = high & _MASK, low & _MASK
-        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+        low = 0xD2511F53 * c0
+        high = 0xCD9E8D57 * c2
+        c0 = ((high >> 32) & _MASK) ^ c1 ^ key0
+        c2 = ((low >> 32) & _MASK) ^ c3 ^ key1
+        c1 = high & _MASK
+        c3 = low & _MASK
+        key0 = (key0 + 0x9E3779B9) & _MASK
+        key1 = (key1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 
 
@@ -77,8 +82,10 @@ def _sample_kernel(
 ):
     """Store the first column of one row's largest (noisy) logit."""
     row = tl.program_id(0).to(tl.int64)
-    seed, draw = tl.load(seeds_ptr + row), tl.load(draws_ptr + row)
-    best, index = -float("inf"), 0
+    seed = tl.load(seeds_ptr + row)
+    draw = tl.load(draws_ptr + row)
+    best = -float("inf")
+    index = 0
     for start in range(0, quarter, BLOCK):
         counter = start + tl.arange(0, BLOCK)
         words = tl.randint4x(seed, counter.to(tl.int64) + (draw << 32))
@@ -105,7 +112,9 @@ def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temp
     if not runs_on_triton(logits):
         return reference_sample(logits, seeds, draws, temperature)
     rows, columns = logits.shape
-    logits, seeds, draws = contiguous_rows(logits), contiguous_rows(seeds), contiguous_rows(draws)
+    logits = contiguous_rows(logits)
+    seeds = contiguous_rows(seeds)
+    draws = contiguous_rows(draws)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _sample_kernel[(rows,)](

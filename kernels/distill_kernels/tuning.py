@@ -30,7 +30,9 @@ from distill_kernels.launch import HAS_TRITON, LAUNCH_ERRORS, device_facts, forc
 
 Candidate = TypeVar("Candidate", bound=tuple[object, ...])
 MIN_SPEEDUP = 1.03  # over the first candidate; timings differ by as much from run to run
-WARMUP_SECONDS, ROUNDS, LAUNCHES_PER_ROUND = 0.05, 7, 3
+WARMUP_SECONDS = 0.05
+ROUNDS = 7
+LAUNCHES_PER_ROUND = 3
 
 _log = logging.getLogger(__name__)
 _preset: dict[str, str] = {}  # choices that a resumed run made before it stopped
@@ -57,7 +59,8 @@ def autotune(
     facts = device_facts(device)
     if not facts.has_kernels or facts.measured or len(candidates) < 2:
         return candidates[0]
-    key, by_name = f"{kernel} {_name(shape)}", _by_name(tuple(candidates))
+    key = f"{kernel} {_name(shape)}"
+    by_name = _by_name(tuple(candidates))
     off = os.environ.get("DISTILL_TUNE") == "0" or torch.are_deterministic_algorithms_enabled()
     name = _preset.get(key) or (None if off else _used.get(key))
     if name not in by_name:
@@ -120,7 +123,8 @@ def median_milliseconds(launches: Sequence[Callable[[], object]]) -> list[float]
             launch()
             alive.append(place)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    started, turn = time.perf_counter(), 0
+    started = time.perf_counter()
+    turn = 0
     while alive and turn < ROUNDS:
         warmed_up = time.perf_counter() - started > WARMUP_SECONDS
         for place in alive:

@@ -105,7 +105,8 @@ def check_index(path: Path, field: str, folder: Path | None = None) -> list[str]
 # GGUF
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _LIST = 8, 9
+_TEXT = 8
+_LIST = 9
 MOST_ENTRIES = 1 << 20
 
 
@@ -168,7 +169,8 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
             if kind not in _NUMBERS:
                 raise ValueError(f"it holds a value of the unknown type {kind}")
             return number(_NUMBERS[kind])
-        inner, count = number("I"), number("Q")
+        inner = number("I")
+        count = number("Q")
         if inner == _TEXT:
             for _ in range(count):
                 _bytes(number("Q"))
@@ -183,7 +185,9 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
 
     if _bytes(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
-    version, tensors, keys = number("I"), number("Q"), number("Q")
+    version = number("I")
+    tensors = number("Q")
+    keys = number("Q")
     if version not in (2, 3):
         raise ValueError(f"expected version 2 or 3, got {version}")
     if max(tensors, keys) > MOST_ENTRIES:
@@ -196,7 +200,8 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
         values[key] = value(number("I"))
     names: list[str] = []
     for _ in range(tensors):
-        name, dimensions = text(), number("I")
+        name = text()
+        dimensions = number("I")
         names.append(name)
         if dimensions > 4:
             raise ValueError(f"{name!r} has {dimensions} dimensions")

@@ -28,7 +28,9 @@ class FastReader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         inner = self._get(orig_offs, np.uint32)
         count = self._get(orig_offs + 4, np.uint64)
-        begin, length, kind = orig_offs + 12, int(count[0]), GGUFValueType(int(inner[0]))
+        begin = orig_offs + 12
+        length = int(count[0])
+        kind = GGUFValueType(int(inner[0]))
         types = [GGUFValueType.ARRAY, *([kind] if length else [])]
         if kind == GGUFValueType.STRING:
             texts, end = self._texts(begin, length)

@@ -111,7 +111,8 @@ def read_weights(
                 location, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
         except RuntimeError as error:
-            if not (wrong := report.conversions()):
+            wrong = report.conversions()
+            if not wrong:
                 raise
             raise UnfitWeightsError(
                 f"{_named(wrong)}: the tensors in its files do not make it up (one is absent, or of another shape)",
@@ -119,7 +120,8 @@ def read_weights(
             ) from error
     refuse_incomplete(found["missing_keys"], found["mismatched_keys"])
     _hold_unread(model, found["unexpected_keys"], field, file_config)
-    if (file := arguments.get("gguf_file")) is not None:
+    file = arguments.get("gguf_file")
+    if file is not None:
         _hold_gguf(model, Path(str(location), file), field, knows_rope="config" in arguments)
     return model
 
@@ -134,12 +136,15 @@ def refuse_incomplete(missing: Iterable[str], mismatched: Iterable[tuple[str, Se
     Raises:
         UnfitWeightsError: There is one; names the first few, and how many there are.
     """
-    if absent := list(missing):
+    absent = list(missing)
+    if absent:
         raise UnfitWeightsError(
             f"its files lack {_named(absent)}, which would be drawn at random; fetch or make them again", absent
         )
-    if wrong := sorted(mismatched):
-        (_, there, here), names = wrong[0], [name for name, _, _ in wrong]
+    wrong = sorted(mismatched)
+    if wrong:
+        _, there, here = wrong[0]
+        names = [name for name, _, _ in wrong]
         raise UnfitWeightsError(
             f"{_named(names)}: expected the shape {list(here)} of config.json, got {list(there)} in its files", names
         )
@@ -151,7 +156,8 @@ def _hold_unread(model: PreTrainedModel, names: Iterable[str], field: str, confi
         if not _is_made_anew(name, model):
             what = next((what for what, covers in UNREAD.items() if covers(name, model, config)), None)
             kinds.setdefault(what, []).append(name)
-    if foreign := kinds.pop(None, None):
+    foreign = kinds.pop(None, None)
+    if foreign:
         raise UnfitWeightsError(
             f"its files hold {_named(foreign)}, which a {type(model).__name__} does not have; {CLEAN}"
         )
@@ -170,10 +176,12 @@ def _hold_gguf(model: PreTrainedModel, path: Path, field: str, *, knows_rope: bo
     parts: dict[str, set[str]] = {}  # a weight of ours that several tensors make up, as experts' do
     for name, own in ours.items():
         parts.setdefault(own, set()).add(name)
-    if halves := {name for group in parts.values() if group & there for name in group - there}:
+    halves = {name for group in parts.values() if group & there for name in group - there}
+    if halves:
         raise ValueError(f"the file lacks {_named(halves)}; fetch or make it again")
     ropes = {name for name in there if name.startswith("rope_")}
-    if foreign := there - ours.keys() - ropes - {"output"}:
+    foreign = there - ours.keys() - ropes - {"output"}
+    if foreign:
         raise ValueError(f"the file holds {_named(foreign)}, which transformers does not read for {architecture}")
     if ropes and not knows_rope:
         log.warning(
@@ -232,7 +240,8 @@ class _Report(logging.Filter):
 
     def __init__(self, level: int) -> None:
         super().__init__()
-        self.level, self.text = level, ""
+        self.level = level
+        self.text = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let everything else through that would have been logged."""
@@ -266,7 +275,8 @@ def _counted() -> Iterator[None]:
 @contextlib.contextmanager
 def _kept_report() -> Iterator[_Report]:
     logger = logging.getLogger("transformers.modeling_utils")
-    level, report = logger.level, _Report(logger.getEffectiveLevel())
+    level = logger.level
+    report = _Report(logger.getEffectiveLevel())
     logger.addFilter(report)
     # below WARNING: at it, transformers goes through the plan for tensor parallelism as well, and warns of that
     logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING - 1))

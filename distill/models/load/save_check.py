@@ -39,7 +39,8 @@ def fix_generation_config(student: Any, field: str) -> list[str]:
     """
     model: Any = bare(student)
     taken: dict[str, object] = {}
-    if (mended := copy.deepcopy(getattr(model, "generation_config", None))) is None:
+    mended = copy.deepcopy(getattr(model, "generation_config", None))
+    if mended is None:
         return []
     while (fault := _fault_of(mended)) is not None:
         names = [name for name in re.findall(r"^- `(\w+)`", fault, re.MULTILINE) if name not in taken]

@@ -148,10 +148,16 @@ def compare(
     Returns:
         The comparison; print it, and call `require()`.
     """
-    teacher, student = _by_id(teacher_tokenizer), _by_id(student_tokenizer)
-    teacher_tokens, student_tokens = max(teacher, default=-1) + 1, max(student, default=-1) + 1
-    teacher_rows, student_rows = teacher_vocab_size or teacher_tokens, student_vocab_size or student_tokens
-    differing, teacher_only, student_only, cut = [], [], [], []
+    teacher = _by_id(teacher_tokenizer)
+    student = _by_id(student_tokenizer)
+    teacher_tokens = max(teacher, default=-1) + 1
+    student_tokens = max(student, default=-1) + 1
+    teacher_rows = teacher_vocab_size or teacher_tokens
+    student_rows = student_vocab_size or student_tokens
+    differing = []
+    teacher_only = []
+    student_only = []
+    cut = []
     for number in sorted(teacher.keys() | student.keys()):
         item = Difference(number, teacher.get(number), student.get(number))
         if item.teacher is None:
@@ -185,9 +191,8 @@ def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def _probe(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> str | None:
     for text in PROBES:
-        ours, theirs = (
-            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for tokenizer in (teacher, student)
-        )
+        ours = teacher(text, add_special_tokens=False, verbose=False)["input_ids"]
+        theirs = student(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
             at = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
@@ -208,7 +213,8 @@ def _notes(
     """Return differences that do not matter for training, which uses one tokenizer, but for generation."""
     notes = []
     for name in ("bos_token", "eos_token", "pad_token"):
-        ours, theirs = getattr(teacher, name, None), getattr(student, name, None)
+        ours = getattr(teacher, name, None)
+        theirs = getattr(student, name, None)
         if ours != theirs:
             notes.append(f"{name} is {_shown(ours)} to the teacher and {_shown(theirs)} to the student")
     begins = []

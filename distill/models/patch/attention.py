@@ -79,7 +79,9 @@ def fused_attention(
         [B, T, H, D] and None (no attention weights).
     """
     refuse_other_scores(kwargs)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
+    # under autocast a rotation by fp32 angles widens them
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
     if attention_mask is not None or dropout > 0 or query.shape[2] != key.shape[2] or query.shape[-1] > MAX_HEAD_DIM:
@@ -223,14 +225,17 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         if self.config._attn_implementation == RAGGED:
             return inner(*args, **kwargs)
         ids = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None)
-        masked, documents, poison = mask is not None or len(args) > 1, None, None
+        masked = mask is not None or len(args) > 1
+        documents = None
+        poison = None
         if masked and not cached and self.config._attn_implementation == NAME:
             documents = padding.documents(mask, ids, _why_not_ours(self))
             masked = documents is None
         if masked or cached or self.config._attn_implementation != NAME:
             with _implementations(configs, unfused):
                 return inner(*args, **kwargs)
-        positions, longest = kwargs.get("position_ids"), ids.shape[1]
+        positions = kwargs.get("position_ids")
+        longest = ids.shape[1]
         queries = keys = None
         if documents is not None:
             queries, keys, poison = documents
@@ -321,7 +326,9 @@ def autotune_attention(
         tensor = torch.randn(batch, length, count, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
         return tensor.requires_grad_(backward)
 
-    query, key, value = draw(heads), draw(kv_heads), draw(kv_heads)
+    query = draw(heads)
+    key = draw(kv_heads)
+    value = draw(kv_heads)
     upstream = torch.randn_like(query)
 
     def run(backend: str) -> None:
@@ -351,7 +358,8 @@ def autotune_attention(
             continue
         samples = []
         for _ in range(7):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
             end.record()

@@ -129,7 +129,8 @@ def document_lengths(positions: torch.Tensor) -> torch.Tensor:
 def _forward(
     self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    own, more = type(self).forward, () if layer_type is None else (layer_type,)
+    own = type(self).forward
+    more = () if layer_type is None else (layer_type,)
     kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
     if kind != KIND or position_ids.dim() != 2:
         return tuple(own(self, x, position_ids, *more))

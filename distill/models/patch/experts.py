@@ -26,7 +26,9 @@ from torch.nn.functional import linear
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.swaps import Kind, Mismatch
 
-TRIAL_EXPERTS, TRIAL_CHOICES, TRIAL_TOKENS = 4, 2, 12
+TRIAL_EXPERTS = 4
+TRIAL_CHOICES = 2
+TRIAL_TOKENS = 12
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 
@@ -60,7 +62,8 @@ def experts_form(module: nn.Module, *, gradients: bool, **_: object) -> ExpertsF
     if any(p.device.type == "cuda" and not _fits_grouped_mm(p) for p in module.parameters() if p.dim() == 3):
         return Mismatch("its sizes do not fit torch's grouped_mm")
     small = _with_few_experts(module)
-    weight, down = small.gate_up_proj, small.down_proj
+    weight = small.gate_up_proj
+    down = small.down_proj
     forms = []
     for activation, interleaved, transposed in itertools.product(
         ("silu", "gelu_tanh", "gelu", "clamped_silu"), (False, True), (False, True)
@@ -78,7 +81,8 @@ def experts_form(module: nn.Module, *, gradients: bool, **_: object) -> ExpertsF
     x = torch.randn(TRIAL_TOKENS, hidden, generator=generator) * 4
     scores = torch.rand(TRIAL_TOKENS, small.num_experts, generator=generator)
     weights, index = scores.topk(min(TRIAL_CHOICES, small.num_experts))
-    x, weights = x.to(weight.device, weight.dtype), weights.to(weight.device, weight.dtype)
+    x = x.to(weight.device, weight.dtype)
+    weights = weights.to(weight.device, weight.dtype)
     index = index.to(weight.device)
 
     def own(x: torch.Tensor, weights: torch.Tensor) -> object:

@@ -21,7 +21,9 @@ Forward = Callable[..., object]
 FORWARD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 NOISE = 0.3  # of a perturbation, relative to the parameter's root mean square
 ROUNDINGS = 16  # an output's error, relative to its largest entry
-GRADIENT_ROUNDINGS, LEAST = 32, 1e-4  # a gradient's error, relative to its norm
+# a gradient's error, relative to its norm
+GRADIENT_ROUNDINGS = 32
+LEAST = 1e-4
 NEGLIGIBLE = 1e-3  # relative to the largest gradient's norm: below it a gradient is rounding error
 
 

@@ -124,7 +124,8 @@ class LazyLogits(torch.Tensor):
     def __new__(cls, source: _Source, dtype: torch.dtype, without_graph: bool = False) -> LazyLogits:
         shape = (*source.hidden.shape[:-1], source.columns)
         logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.hidden.device)
-        logits.source, logits.without_graph = source, without_graph
+        logits.source = source
+        logits.without_graph = without_graph
         return logits
 
     def computed(self) -> torch.Tensor:
@@ -148,7 +149,8 @@ class LazyLogits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
         if args and isinstance(args[0], LazyLogits) and not kwargs:  # accelerate casts outputs, Trainer detaches them
-            logits, others = args[0], args[1:]
+            logits = args[0]
+            others = args[1:]
             if func is torch.Tensor.detach:
                 return LazyLogits(logits.source, logits.dtype, True)
             if func in _CASTS:
@@ -209,18 +211,23 @@ class FusedLoss:
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = shift_labels(inputs["labels"], ignored)
-        self._head_of_call, self._labels, self._ignored = head, labels, ignored
-        self._num_items, self._loss = inputs.get("num_items_in_batch"), None
+        self._head_of_call = head
+        self._labels = labels
+        self._ignored = ignored
+        self._num_items = inputs.get("num_items_in_batch")
+        self._loss = None
         if ignored not in self.losses:
             self.losses[ignored] = FusedCrossEntropyLoss(
                 ignore_index=ignored, student_logit_scale=self.transform.scale, student_softcap=self.transform.softcap
             )
-        owner, own_forward = head.owner, head.owner.__dict__.get("forward")
+        owner = head.owner
+        own_forward = head.owner.__dict__.get("forward")
         own_loss = model.__dict__.get("_loss_function")
         owner.forward, model.loss_function = self._stand_ins
         try:
             output = original(**inputs)
-            hidden, used = self._hidden, self._loss is None
+            hidden = self._hidden
+            used = self._loss is None
         finally:
             owner.__dict__.pop("forward")
             if own_forward is not None:
@@ -266,7 +273,8 @@ class FusedLoss:
 
     def _loss_function(self, *_: object, **__: object) -> torch.Tensor | None:
         """Replacement of the model's loss function."""
-        loss, self._loss = self._loss, None
+        loss = self._loss
+        self._loss = None
         return loss
 
     def _with_logits(self, output: object, model: nn.Module, head: Head, hidden: torch.Tensor) -> object:
@@ -311,8 +319,8 @@ class FusedLosses(Swap):
         return _differs(module, self.fused)
 
     def swap(self, module: nn.Module) -> None:
-        """Put our forward around the model's."""
-        fused, before = self.fused, module.__dict__.get("forward")
+        fused = self.fused
+        before = module.__dict__.get("forward")
         assert fused is not None
         names = list(inspect.signature(type(module).forward).parameters)[1:]
 

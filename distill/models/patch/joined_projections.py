@@ -45,7 +45,6 @@ class SharedInputs(Swap):
         return None if type(group) is SharedInput else OTHER
 
     def swap(self, module: nn.Module) -> None:
-        """Have the projections computed by the first of them that is called."""
         group = siblings_of(module)
         assert group is not None
         for member in (module, *group.layers.values()):
@@ -55,7 +54,6 @@ class SharedInputs(Swap):
             replace_forward(layer, projection_forward)
 
     def restore(self, module: nn.Module) -> None:
-        """Separate the projections again."""
         group = module.__dict__[GROUP]
         for layer in group.layers.values() if group.swaps_layers else ():
             restore_forward(layer)

@@ -105,7 +105,8 @@ def _plain(
     layer: Any, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, float] | None:
     """Weight, bias, A, B and scale, where the layer is the plain case."""
-    name, base = _only_adapter(layer), layer.get_base_layer()
+    name = _only_adapter(layer)
+    base = layer.get_base_layer()
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if name is None or base.weight.dtype != dtype or type(base.weight) is not nn.Parameter:

@@ -101,13 +101,15 @@ class _Trial:
     """
 
     def __init__(self, model: nn.Module, row_by_row: bool) -> None:
-        self.decoder, self.row_by_row = decoder_of(model), row_by_row
+        self.decoder = decoder_of(model)
+        self.row_by_row = row_by_row
         device: Any = find_head(model).linear.weight.device
         text = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
         kernel = max((getattr(text, name, None) or 0 for name in KERNELS), default=0)
         self.length = max(2 * LOWERED + 3, 2 * kernel + 3)
         words = (torch.arange(3 * (2 * self.length + 2), device=device) * 7 + 3) % text.vocab_size
-        first, second = words.split(3 * self.length)[0], words[3 * self.length :]
+        first = words.split(3 * self.length)[0]
+        second = words[3 * self.length :]
         self.first, self.second = first.split(self.length), second.split(self.length + 2)
         eps = torch.finfo(next(p for p in model.parameters() if p.is_floating_point()).dtype).eps
         quantised = quantised_by_transformers(model)
@@ -117,7 +119,8 @@ class _Trial:
 
     def problem(self) -> str | None:
         """Return what is wrong, of `CARRIES`, `SHIFTS`, `NOT_FINITE` and `GRADIENT_NOT_FINITE`."""
-        (one, two, three), (four, five, six) = self.first, self.second
+        one, two, three = self.first
+        four, five, six = self.second
         packed = self.hidden((one, four), (two, four), (three, four), (one, five), (one, six))
         alone = torch.cat([self.hidden((one,))[0], self.hidden((four,))[0]])
         if not alone.isfinite().all():  # no matter of packing, and found where the logits are probed
@@ -129,7 +132,8 @@ class _Trial:
         cut = self.length
         late = torch.minimum(distances(packed[0], packed[1]), distances(packed[0], packed[2]))[cut:]
         early = torch.minimum(distances(packed[0], packed[3]), distances(packed[0], packed[4]))[:cut]
-        carried, shifted = torch.cat([early, late]), distances(packed[0], alone)
+        carried = torch.cat([early, late])
+        shifted = distances(packed[0], alone)
         if carried.max() <= self.tolerance and shifted.max() <= self.alone_tolerance:
             return None
         # experts that get more or fewer tokens round otherwise: as a row does when other rows stand beside it
@@ -182,7 +186,8 @@ class _Trial:
 
 def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the relative distance of each token, float64 [..., T], of two [..., T, hidden]."""
-    one, other = one.double(), other.double()
+    one = one.double()
+    other = other.double()
     return (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-30)
 
 

@@ -90,7 +90,8 @@ class PaddingMasks:
     def _raise_for_last(self) -> None:
         if torch.compiler.is_compiling() or self._last is None or not self._last[1].query():
             return
-        poison, self._last = self._last[0], None
+        poison = self._last[0]
+        self._last = None
         if poison.isnan():
             self._poison = None
             raise ValueError(GAP)
@@ -108,7 +109,8 @@ def cumulative_lengths(ones: torch.Tensor, starts: torch.Tensor) -> tuple[torch.
         Of queries and of keys, int32 [2*B*T + 1] each. A zero makes two documents, one with its query and no key, one
         with its key and no query. What is left over are empty documents after the last position.
     """
-    zeros, total = ~ones.flatten(), ones.numel()
+    zeros = ~ones.flatten()
+    total = ones.numel()
     begins = torch.stack([starts.flatten() | zeros, zeros], 1).flatten()
     at = torch.arange(total, dtype=torch.int32, device=ones.device)
     target = torch.where(begins, begins.cumsum(0) - 1, 2 * total)  # what begins nothing writes the last entry's value

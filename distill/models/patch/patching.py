@@ -117,7 +117,8 @@ def patch(
             if attention == AUTO:
                 attention = default_attention(inner, backward=role == "student")
             swap = FusedAttention(inner, attention, report)
-            if (reason := swap.applies(inner)) is None:
+            reason = swap.applies(inner)
+            if reason is None:
                 swap_module(inner, swap, inner)
             else:
                 report.left["attention"] = reason
@@ -150,7 +151,8 @@ def _swap_modules(model: nn.Module, swaps: Sequence[Swap], modules: Iterable[nn.
     """Swap each module by the first of the swaps that applies to it."""
     for module in modules:
         for swap in swaps:
-            if (reason := swap.applies(module)) is None:
+            reason = swap.applies(module)
+            if reason is None:
                 swap_module(model, swap, module)
                 report.swapped[swap.kind] += 1
             elif reason:
@@ -171,7 +173,9 @@ class FusedAttention(Swap):
     kind = "attention"
 
     def __init__(self, model: nn.Module, backend: str, report: PatchReport) -> None:
-        self.decoder, self.backend, self.report = decoder_of(model), backend, report
+        self.decoder = decoder_of(model)
+        self.backend = backend
+        self.report = report
 
     def applies(self, module: nn.Module) -> str | None:
         """Compare the hidden states of both, unless a model of the same parts has been compared."""
@@ -204,7 +208,6 @@ class FusedAttention(Swap):
         self.report.attention = self.backend
 
     def restore(self, module: nn.Module) -> None:
-        """Give it back its own."""
         stop_fused_attention(module, self.decoder)
 
 
@@ -243,7 +246,8 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
     packs = isolates_documents(model)
     stop_fused_attention(model, decoder)
     try:
-        own, own_packs = hidden(), packs or isolates_documents(model)
+        own = hidden()
+        own_packs = packs or isolates_documents(model)
         differs = not (ours - own).norm() <= NEAR * own.norm()
         # where rounding alone changes which experts some tokens get, most of the tokens still tell
         if differs and (most := rounding(own)):

@@ -277,7 +277,8 @@ def rotary_form(module: nn.Module, *, gradients: bool, **_: object) -> str | Mis
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int):
         return Mismatch("its heads have no one width")
-    q, k = _random(module, 1, 4, 5, width), _random(module, 1, 2, 5, width).flip(-1)
+    q = _random(module, 1, 4, 5, width)
+    k = _random(module, 1, 2, 5, width).flip(-1)
     angle = torch.rand(1, 5, width // 2, generator=torch.Generator().manual_seed(0)) * 6
     angle = torch.cat([angle, angle], -1).to(q)
 

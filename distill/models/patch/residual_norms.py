@@ -118,7 +118,8 @@ def layer_matches(layer: nn.Module, *, model: nn.Module, gradients: bool) -> Lit
         return Mismatch("it is called with more than hidden states")
     own: Callable[..., object] = functools.partial(type(layer).forward, layer, **kwargs)
     ours = functools.partial(_layer_forward(layer, "as it is"), layer, **kwargs)
-    if reason := compare_forwards(layer, own, ours, *args, gradients=gradients):
+    reason = compare_forwards(layer, own, ours, *args, gradients=gradients)
+    if reason:
         return reason
     return "casts" if args[0].dtype == torch.float32 and _only_casts(layer, args[0], kwargs) else "as it is"
 

@@ -62,7 +62,8 @@ class SharedInput:
     def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[torch.Tensor]] | None:
         """The outputs of all, and their weights and biases; None where each has to compute its own."""
         layers = list(self.layers.values())
-        weights, biases = [each.weight for each in layers], [each.bias for each in layers]
+        weights = [each.weight for each in layers]
+        biases = [each.bias for each in layers]
         read = [tensor for tensor in (*weights, *biases) if tensor is not None]
         if any(type(t) not in PLAIN or t.device != x.device or not t.numel() for t in (x, *read)):
             return None
@@ -77,7 +78,8 @@ class SharedInput:
         """Drop what is left."""
         self.outputs.drop()
         self.wasted = self.wasted or (returned and self.outputs.wasted)
-        self.is_open, self.outputs.wasted = False, False
+        self.is_open = False
+        self.outputs.wasted = False
 
 
 def _is_ours(layer: nn.Module) -> bool:
@@ -124,7 +126,8 @@ def sharing_forward(module: nn.Module) -> Callable[..., object]:
         group = self.__dict__[GROUP]
         if not (group.joined or torch.is_grad_enabled()) or group.is_open or group.wasted or not group.is_intact(self):
             return inner(self, *args, **kwargs)
-        group.is_open, returned = True, False
+        group.is_open = True
+        returned = False
         try:
             output = inner(self, *args, **kwargs)
             returned = True

@@ -36,7 +36,8 @@ class Snapshot:
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
         """The weights of `model` as they are; where they lie in shards, all processes must call it."""
-        own, theirs = dict(self.model.named_parameters()), dict(model.named_parameters())
+        own = dict(self.model.named_parameters())
+        theirs = dict(model.named_parameters())
         for name in self._trained:
             weight = theirs[name]
             own[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)

@@ -124,14 +124,18 @@ class RecognisedSwap(Swap):
     """
 
     def __init__(self, model: nn.Module, role: Role, report: PatchReport, kind: Kind) -> None:
-        self.model, self.gradients, self.report = model, role == "student", report
-        self.kind, self.of = kind.name, kind
+        self.model = model
+        self.gradients = role == "student"
+        self.report = report
+        self.kind = kind.name
+        self.of = kind
 
     def applies(self, module: nn.Module) -> str | None:
         """Return the reason of a candidate's verdict; one like it is not run again."""
         if not self.of.candidate(module) or self.of.form is None:
             return None if self.of.candidate(module) else OTHER
-        verdicts, key = self.report.verdicts, self._key(module)
+        verdicts = self.report.verdicts
+        key = self._key(module)
         if key not in verdicts:
             if any(parameter.is_meta for parameter in module.parameters()):
                 return "no verdict on it, and no weights to try"
@@ -140,7 +144,6 @@ class RecognisedSwap(Swap):
         return f"not a {self.kind} of ours: {verdict.reason}" if isinstance(verdict, Mismatch) else None
 
     def swap(self, module: nn.Module) -> None:
-        """Put in the forward of the form that was found."""
         replace_forward(module, self.of.forward(module, self.report.verdicts.get(self._key(module))))
 
     def _key(self, module: nn.Module) -> object:

@@ -48,10 +48,12 @@ class _InterleavedMlps(Swap):
     kind = "interleaved"
 
     def __init__(self, model: nn.Module, min_size: MinSize | None) -> None:
-        self.min_size, self.whole = min_size, not (is_offloaded(model) or is_sharded(model))
+        self.min_size = min_size
+        self.whole = not (is_offloaded(model) or is_sharded(model))
 
     def applies(self, module: nn.Module) -> str | None:
-        if (found := trait_of(module, "gated")) is None:
+        found = trait_of(module, "gated")
+        if found is None:
             return OTHER
         if not self.whole or self.min_size is None:
             return "one product is not measured on this GPU" if self.whole else "the model is offloaded or sharded"
@@ -99,7 +101,8 @@ def interleaved_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     inner: Callable[..., torch.Tensor] = module.forward.__func__  # type: ignore[attr-defined]
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if (both := gated_product(self, x)) is None:
+        both = gated_product(self, x)
+        if both is None:
             return inner(self, x, residual)
         down = getattr(self, self.__dict__[INTERLEAVED][2])
         return down_of_gated(down, lambda hidden: hidden, both, residual=residual)
@@ -127,7 +130,8 @@ def _may_be(gate: nn.Linear, up: nn.Linear, min_size: MinSize) -> bool:
     """Return whether two projections can be interleaved, and whether that is faster."""
     if not (is_plain(gate) and is_plain(up)) or gate.in_features < min_size.inputs:
         return False
-    one, other = gate.weight, up.weight
+    one = gate.weight
+    other = up.weight
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     fits = one.dtype in (torch.bfloat16, torch.float16) and not any(size % 8 for size in one.shape)
     return alike and fits and one.is_contiguous() and not (one.requires_grad or other.requires_grad)

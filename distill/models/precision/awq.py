@@ -34,7 +34,8 @@ def balance(
         formats: format of each weight.
         run: returns the layer's output on some rows.
     """
-    producers, count = _producers(layer, groups, run), 0
+    producers = _producers(layer, groups, run)
+    count = 0
     for group, producer in zip(groups, producers, strict=True):
         if producer is None:
             continue
@@ -61,7 +62,8 @@ def balance(
 def _best(group: Group, formats: Mapping[str, str]) -> torch.Tensor:
     """Return the scale of each column [K] whose rounding costs least."""
     size = (group.hessian.diagonal() / max(group.tokens, 1)).sqrt().clamp_min(1e-4)
-    best, least = torch.ones_like(size), torch.inf
+    best = torch.ones_like(size)
+    least = torch.inf
     for step in range(STEPS):
         scale = size ** (step / STEPS)
         scale /= (scale.max() * scale.min()).sqrt()
@@ -71,7 +73,8 @@ def _best(group: Group, formats: Mapping[str, str]) -> torch.Tensor:
             error = reference_fake_quantise(weight * scale, formats[name]) / scale - weight
             cost += float(((error @ group.hessian) * error).sum())
         if cost < least:
-            best, least = scale, cost
+            best = scale
+            least = cost
     return best
 
 

@@ -98,7 +98,8 @@ def _groups(layer: nn.Module) -> Iterator[list[nn.Linear]]:
             if name in seen or not group:
                 continue
             if len(group) < len(names):
-                group, names = [linear for linear in [_linear(getattr(parent, name))] if linear is not None], (name,)
+                group = [linear for linear in [_linear(getattr(parent, name))] if linear is not None]
+                names = (name,)
             seen.update(names)
             if group:
                 yield group
@@ -112,7 +113,8 @@ def _linear(module: nn.Module | None) -> nn.Linear | None:
 
 
 def _gains(group: Sequence[nn.Linear]) -> bool:
-    inputs, outputs = group[0].in_features, sum(linear.out_features for linear in group)
+    inputs = group[0].in_features
+    outputs = sum(linear.out_features for linear in group)
     return not group[0].weight.is_cuda or inputs * outputs / (inputs + outputs) >= GAINS_FROM
 
 

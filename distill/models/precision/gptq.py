@@ -52,7 +52,6 @@ class Rounded(NamedTuple):
         return self._replace(weight=self.weight.cpu(), scales=self.scales.map(torch.Tensor.cpu))
 
     def values(self) -> torch.Tensor:
-        """Return the rounded weights."""
         return reference_fake_quantise(self.weight, self.form, self.scales)
 
 

@@ -37,7 +37,8 @@ class HostCopy(dict[str, torch.Tensor]):
 
     def wait(self) -> HostCopy:
         """Itself, once all is here."""
-        if (event := self._event) is not None:
+        event = self._event
+        if event is not None:
             event.synchronize()
             self._event = None
         return self

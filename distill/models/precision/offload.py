@@ -85,7 +85,8 @@ class LayerStreamer:
     """
 
     def __init__(self, travelling: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
-        self.parameters, self.device = travelling, device
+        self.parameters = travelling
+        self.device = device
         self.host: list[torch.Tensor] = []
         self.waiting: list[list[torch.Tensor]] = []  # the parameters' data in host memory
         for group in travelling:  # one after another, so that host memory holds the model and one layer more
@@ -111,7 +112,8 @@ class LayerStreamer:
             self._pin()
 
     def __str__(self) -> str:
-        waiting, held = sum(map(len, self.host)), sum(map(len, self.blocks))
+        waiting = sum(map(len, self.host))
+        held = sum(map(len, self.blocks))
         kind = "pinned host memory" if self.pinned else "host memory"
         return (
             f"{len(self.host)} layers of the teacher ({waiting / GIB:.2f} GiB) wait in {kind} and travel to "
@@ -188,16 +190,20 @@ def _unpin(device: torch.device, pointers: Sequence[int]) -> None:
 class _StreamedLayers(Swap):
     """Swap of decoder layers for ones that are on the device while they compute."""
 
-    kind, survives_unpatch = "offload", True
+    kind = "offload"
+    survives_unpatch = True
 
     def __init__(self, streamer: LayerStreamer, layers: Sequence[nn.Module]) -> None:
-        self.streamer, self.numbers = streamer, {layer: number for number, layer in enumerate(layers)}
+        self.streamer = streamer
+        self.numbers = {layer: number for number, layer in enumerate(layers)}
 
     def applies(self, module: nn.Module) -> str | None:
         return None if module in self.numbers else OTHER
 
     def swap(self, module: nn.Module) -> None:
-        streamer, number, inner = self.streamer, self.numbers[module], module.forward
+        streamer = self.streamer
+        number = self.numbers[module]
+        inner = module.forward
 
         @functools.wraps(type(module).forward)
         def forward(layer: nn.Module, *args: object, **kwargs: object) -> object:
@@ -213,7 +219,8 @@ class _Resident:
     """Replacement of an offloaded model's `to`."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device = weakref.ref(model), device
+        self.model = weakref.ref(model)
+        self.device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = [*args, *kwargs.values()]
@@ -254,7 +261,8 @@ def _move_rest(model: nn.Module, travelling: set[int], device: torch.device) -> 
 
 def _places(group: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """Return the offset of each tensor in a block, and the block's length, in bytes."""
-    starts, end = [], 0
+    starts = []
+    end = 0
     for tensor in group:
         starts.append(end)
         end += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED

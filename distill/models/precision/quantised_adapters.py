@@ -72,8 +72,10 @@ class _RoundedWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         a, b = ctx.saved_tensors
-        merged, scaling = ctx.matrix.through_rounding(upstream.float()), ctx.matrix.scaling
-        of_a, of_b = b.float().t() @ merged, merged @ a.float().t()
+        merged = ctx.matrix.through_rounding(upstream.float())
+        scaling = ctx.matrix.scaling
+        of_a = b.float().t() @ merged
+        of_b = merged @ a.float().t()
         return of_a.mul_(scaling).to(a.dtype), of_b.mul_(scaling).to(b.dtype), None
 
 

@@ -76,7 +76,8 @@ class SavedBlocks(NamedTuple):
 
     def blocks(self, name: str, values: torch.Tensor) -> Blocks | None:
         """Return the blocks of a weight; None where its values are not exactly those of its scales."""
-        form, stored = FORMATS[self.by_name[name]], self.scales[name]
+        form = FORMATS[self.by_name[name]]
+        stored = self.scales[name]
         found = Blocks(form, form.encode(values, form.load(stored)), stored)
         return found if torch.equal(found.values(), values.float()) else None
 
@@ -90,7 +91,8 @@ class SavedBlocks(NamedTuple):
         write_tensors(folder / SCALES_FILE, flat)
         if self.codes is not None:
             write_tensors(folder / CODES_FILE, self.codes)
-        weights, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+        weights = folder / SAFE_WEIGHTS_NAME
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
         if weights.is_file():
             with safe_open(str(weights), framework="pt") as file:
                 places = dict.fromkeys(file.keys(), weights.name)
@@ -153,7 +155,8 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
         raise ValueError(f"student.quantise: {type(model).__name__} has no linear layers (torch.nn.Linear) to quantise")
     parameters = plain_parameters(model)
     names: dict[torch.Tensor | nn.Module, str] = {p: name for name, p in parameters.items()}  # one of tied weights
-    embedding, head = model.get_input_embeddings().weight, find_head(model).linear.weight  # type: ignore[operator]
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = find_head(model).linear.weight
     for_embedding, for_head = section.outside
     if embedding is head and section.head != "auto" and for_head != for_embedding:
         raise ValueError(
@@ -224,7 +227,8 @@ def read_saved(folder: Path) -> SavedBlocks | None:
     if not path.is_file():
         return None
     found = read_json(path, FORMAT_FILE)
-    tensors, main = found.get("tensors"), found.get("format")
+    tensors = found.get("tensors")
+    main = found.get("format")
     if not isinstance(tensors, dict) or not all(form in FORMATS for form in (main, *tensors.values())):
         raise ValueError(f"{path}: expected a format ({', '.join(FORMATS)}), and one for each weight")
     if not (folder / SCALES_FILE).is_file():

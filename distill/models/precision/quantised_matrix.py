@@ -18,7 +18,8 @@ from distill_kernels.quantisation.number_format import Format, Scales
 
 from distill.models.sharding import gather_rows, local_rows
 
-BETAS, EPS = (0.9, 0.999), 1e-12
+BETAS = (0.9, 0.999)
+EPS = 1e-12
 TENSORS_OF_SCALES = 5  # values, stored values, gradient and two moments
 
 
@@ -50,7 +51,10 @@ class QuantisedMatrix:
     """
 
     def __init__(self, name: str, parameter: torch.Tensor, form: Format, rows: slice = slice(None)) -> None:
-        self.name, self.parameter, self.form, self.rows = name, parameter, form, rows
+        self.name = name
+        self.parameter = parameter
+        self.form = form
+        self.rows = rows
         self.base = parameter.detach()[rows].clone()
         self.scales: Scales | None = None
         self.gradients: Scales | None = None
@@ -169,7 +173,8 @@ class LearnedScales:
         """Compute the scales that are not learned from the present weights of their blocks."""
         for matrix in self._followed:
             assert self.following is not None
-            first, marked = matrix.form.first(matrix.master), self.of(matrix, self.following)
+            first = matrix.form.first(matrix.master)
+            marked = self.of(matrix, self.following)
             for own, part, mark in zip(self.of(matrix, self.values), first, marked, strict=True):
                 if own is not None and part is not None and mark is not None:
                     own.copy_(torch.where(mark > 0, part, own))

@@ -72,7 +72,8 @@ class QuantisedWeights:
         sharded: bool = False,
     ) -> None:
         parameters = plain_parameters(model)
-        if wrong := next((name for name in formats.by_name if parameters[name].dtype != torch.float32), None):
+        wrong = next((name for name in formats.by_name if parameters[name].dtype != torch.float32), None)
+        if wrong:
             raise ValueError(
                 f"student.quantise: expected weights in float32, got {parameters[wrong].dtype} for {wrong}; set "
                 "student.dtype to float32"
@@ -94,7 +95,9 @@ class QuantisedWeights:
     def start(self, start: Mapping[str, Rounded]) -> None:
         """Round the parameters, still whole, from the first process's weights, or from a rounding such as GPTQ's."""
         for name, matrix in self.matrices.items():
-            parameter, rounded, scales = matrix.parameter.data, start.get(name), None
+            parameter = matrix.parameter.data
+            rounded = start.get(name)
+            scales = None
             copied = functools.partial(_copy_of_first, device=parameter.device)
             weight = copied(parameter if rounded is None else rounded.weight)
             if matrix.scales is not None:
@@ -116,7 +119,6 @@ class QuantisedWeights:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Round the master weights into the parameters."""
         self.scales.follow()
         self.scales.store()
         self._write_rounded()
@@ -151,7 +153,8 @@ class QuantisedWeights:
 
     def _copy_trained(self, *, to_masters: bool) -> None:
         trained = [matrix for matrix in self.matrices.values() if matrix.parameter.requires_grad]
-        masters, parameters = [m.base for m in trained], [local_rows(m.parameter) for m in trained]
+        masters = [m.base for m in trained]
+        parameters = [local_rows(m.parameter) for m in trained]
         if trained:
             foreach_copy_(*((masters, parameters) if to_masters else (parameters, masters)))
 
@@ -193,10 +196,12 @@ class QuantisedWeights:
         path = folder / STATE_FILE
         if not path.is_file():
             raise RunError(f"--resume: {path} is missing, which a quantised student's checkpoint has")
-        masters, state = {f"master.{name}": matrix for name, matrix in self.matrices.items()}, self.scales.state()
+        masters = {f"master.{name}": matrix for name, matrix in self.matrices.items()}
+        state = self.scales.state()
         with safe_open(str(path), framework="pt") as file:
             there = set(file.keys())
-            if wrong := sorted({*masters, *state, "steps"} ^ (there - {FOLLOWING})):
+            wrong = sorted({*masters, *state, "steps"} ^ (there - {FOLLOWING}))
+            if wrong:
                 raise RunError(f"--resume: {path}: {wrong[0]} exists in only one of checkpoint and student")
             for name, matrix in masters.items():
                 matrix.base.copy_(file.get_slice(name)[matrix.rows])
@@ -249,7 +254,8 @@ def quantised_bytes(model: nn.Module, section: Quantise) -> QuantisedBytes:
         model: The student with its adapters, which may lie on the meta device.
         section: The recipe's `student.quantise`.
     """
-    forms, parameters = formats_of(model, section).forms, plain_parameters(bare(model))
+    forms = formats_of(model, section).forms
+    parameters = plain_parameters(bare(model))
     learned = section.scales == "learned"
     adapted = {plain_name(path) for path, module in bare(model).named_modules() if hasattr(module, "lora_A")}
     sizes = [parameters[name].numel() for name in forms if name.removesuffix(".weight") in adapted]

@@ -93,7 +93,8 @@ class ExpertStatistics:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.tokens, self.routed = 0, [0] * count
+        self.tokens = 0
+        self.routed = [0] * count
         self.weights, self.outputs = torch.zeros(2, count, dtype=torch.float64, device=device)
         self.columns = [Score() for _ in range(count)]
 
@@ -145,7 +146,8 @@ def _measured(
 
     def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the sum [tokens, hidden] of each token's experts, both [tokens, experts per token], by weight."""
-        count, per_token = len(module.down_proj), index.shape[1]  # type: ignore[arg-type]
+        count = len(module.down_proj)  # type: ignore[arg-type]
+        per_token = index.shape[1]
         mine = found.setdefault(name, ExpertStatistics(count, index.device))
         mine.tokens += len(index)
         mine.weights.index_add_(0, index.flatten(), weights.flatten().double())
@@ -154,7 +156,8 @@ def _measured(
         for expert, of_expert in enumerate(places.split(index.flatten().bincount(minlength=count).tolist())):
             if not len(of_expert):
                 continue
-            tokens, weight = of_expert // per_token, weights.flatten()[of_expert, None]
+            tokens = of_expert // per_token
+            weight = weights.flatten()[of_expert, None]
             inner = _inner(module, hidden[tokens], expert)
             output = _project(module, "down_proj", inner, expert)
             mine.routed[expert] += len(tokens)

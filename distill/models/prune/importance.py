@@ -95,7 +95,8 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
         ValueError: no rows, or a shape that the teacher cannot be cut to.
     """
     model = bare(model)
-    settings, config = cut.chosen_by, model.config
+    settings = cut.chosen_by
+    config = model.config
     assert isinstance(config, PreTrainedConfig)
     shape = shape_for(cut, config)
     rows = list(rows)[: settings.rows]
@@ -132,7 +133,8 @@ class LayerTrial:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.decoder = model, decoder_of(model)
+        self.model = model
+        self.decoder = decoder_of(model)
         self.layers = find_layers(model)[1]
         self.total = len(self.layers)
         self.dropped: set[int] = set()
@@ -193,7 +195,8 @@ class LayerTrial:
             start: a layer and its input; layers before it are not computed.
             inputs: filled with every layer's input.
         """
-        self._start, self._inputs = start, inputs
+        self._start = start
+        self._inputs = inputs
         device = self._head.weight.device
         ids = torch.tensor(row["input_ids"], device=device)[None]
         given = (
@@ -216,7 +219,8 @@ class LayerTrial:
 
 def positions_of(row: Row) -> list[int]:
     """Return the positions of a row whose next token is trained on; where none is, those with one in their document."""
-    labels, length = row.get("labels"), len(row["input_ids"])
+    labels = row.get("labels")
+    length = len(row["input_ids"])
     trained = [] if labels is None else [at for at in range(length - 1) if labels[at + 1] != IGNORE_INDEX]
     places = row.get("position_ids", range(length))
     return trained or [at for at in range(length - 1) if places[at + 1] != 0] or [length - 1]
@@ -228,7 +232,9 @@ def _choose_layers(trial: LayerTrial, rows: Sequence[Row], count: int) -> list[i
     trial.dropped = set()
     entering: list[dict[int, LayerInput]] = [{} for _ in rows]
     full = [trial.hidden(row, inputs=inputs) for row, inputs in zip(rows, entering, strict=True)]
-    kept, loss, harm = list(range(trial.total)), 0.0, [-math.inf] * trial.total
+    kept = list(range(trial.total))
+    loss = 0.0
+    harm = [-math.inf] * trial.total
 
     def without(number: int) -> float:
         trial.dropped.add(number)
@@ -353,9 +359,11 @@ def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: La
         for number in layers:
             if number in scores.heads:
                 heads, kv_heads = _largest_heads(scores.heads[number], full, widths)
-                parts["heads"][number], parts["kv_heads"][number] = heads, kv_heads
+                parts["heads"][number] = heads
+                parts["kv_heads"][number] = kv_heads
     columns: dict[str, list[list[int]]] = {}
-    stays, unreached = parts.get("experts", {}), 0
+    stays = parts.get("experts", {})
+    unreached = 0
     for name, each in scores.columns.items():
         axis, total, experts = layout.mlps[name]
         kept = total * getattr(widths, axis) // getattr(full, axis)

@@ -85,7 +85,6 @@ class Selection(NamedTuple):
         return narrow
 
     def to_json(self) -> str:
-        """Return the selection as JSON."""
         parts = {axis: {str(layer): list(kept) for layer, kept in of.items()} for axis, of in self.parts.items()}
         columns = {name: [list(row) for row in rows] for name, rows in self.columns.items()}
         hidden = None if self.hidden is None else list(self.hidden)
@@ -93,7 +92,6 @@ class Selection(NamedTuple):
 
     @staticmethod
     def from_json(text: str) -> Selection:
-        """Return the selection that `to_json` wrote."""
         values = json.loads(text)
         parts = {axis: {int(layer): kept for layer, kept in of.items()} for axis, of in values["parts"].items()}
         return Selection(**values | {"parts": parts})
@@ -167,7 +165,8 @@ def embedding_scale(model: nn.Module) -> float | None:
         pass
     finally:
         handle.remove()
-    given, plain = seen[0][0].double(), rows[ids[0]].detach().double()
+    given = seen[0][0].double()
+    plain = rows[ids[0]].detach().double()
     if given.shape != plain.shape:
         return None
     scale = (given * plain).sum() / (plain * plain).sum().clamp_min(1e-30)
@@ -188,7 +187,8 @@ class _SeenError(Exception):
 @torch.no_grad()
 def _same_embedding_scale(teacher: nn.Module, student: nn.Module, layout: Layout) -> None:
     """Undo the change of a factor on the embeddings that follows from `hidden_size`; in place."""
-    before, after = embedding_scale(teacher), embedding_scale(student)
+    before = embedding_scale(teacher)
+    after = embedding_scale(student)
     if before is None or after is None:
         raise ValueError(
             f"student.from_teacher.hidden: {type(teacher).__name__} computes more of its embeddings than a multiple, "

@@ -62,7 +62,8 @@ def cut_layers(
     config = student_config(teacher.config, indices, widths)
     state = {}
     for name, tensor in teacher.state_dict().items():
-        if (renamed := _renumber(name, prefix + ".", indices)) is not None:
+        renamed = _renumber(name, prefix + ".", indices)
+        if renamed is not None:
             part = narrow(name, _of_layers(name, tensor, indices, len(layers))).detach()
             # never shared: training the student leaves the teacher alone
             state[renamed] = part.clone() if part.data_ptr() == tensor.data_ptr() else part
@@ -115,7 +116,8 @@ def student_config(config: Any, keep: Sequence[int], widths: Widths | None = Non
         again = type(config).from_dict(copy.deepcopy(written)).to_dict()
     except Exception as error:  # a configuration's own checks raise what they like
         raise ValueError(f"{what}: {first_line(error.__cause__ or error)}") from error
-    if changed := [name for name, value in written.items() if again.get(name) != value]:
+    changed = [name for name, value in written.items() if again.get(name) != value]
+    if changed:
         raise ValueError(f"{what}: read back, its configuration has another {changed[0]}; choose other layers")
     return cut
 
@@ -130,7 +132,8 @@ def cut_config(config: Any, keep: Sequence[int]) -> Any:
     text = config.get_text_config()
     total = text.num_hidden_layers
     of_layers = text.to_dict().get("per_layer_config")  # settings by layer that differ from the others'
-    if sharing := getattr(text, "num_kv_shared_layers", None):
+    sharing = getattr(text, "num_kv_shared_layers", None)
+    if sharing:
         text.num_kv_shared_layers = _kept_sharing(text.layer_types, total - sharing, keep)
     for name, value in vars(text).items():
         if isinstance(value, list | tuple) and name in LAYER_NUMBERS:
@@ -188,7 +191,8 @@ def _renumber(name: str, prefix: str, keep: Sequence[int]) -> str | None:
 
 def _same_behaviour(before: nn.Module, after: nn.Module, number: int, position: int) -> None:
     """Hold that a layer is configured in its new position as in its old one (sliding window, rotary or not, ...)."""
-    old, new = dict(before.named_modules()), dict(after.named_modules())
+    old = dict(before.named_modules())
+    new = dict(after.named_modules())
     if old.keys() != new.keys():
         raise ValueError(
             f"student.from_teacher: layer {number} has other parts in its new position; choose other layers"

@@ -43,7 +43,6 @@ class Score:
         self.share = found if self.share is None else self.share + found
 
     def value(self, metric: str) -> torch.Tensor:
-        """Return the score of each unit, on the CPU."""
         assert self.total is not None
         if metric == "mean":
             return (self.total / self.tokens).cpu()

@@ -193,7 +193,8 @@ class Growth:
         for axis, widths in changes:
             after = _shapes(without_memory(with_widths(config, widths)))
             _note(self._slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
-            before, shapes = widths, after
+            before = widths
+            shapes = after
         apart: tuple[Axis, ...] = (*COLUMN_AXES, "experts")
         for axis in apart:
             if axis in axes:
@@ -268,7 +269,8 @@ class _Slope:
         made: list[Block] = []
         unit = self.by.get("heads", head_width)
         for axis, slope in self.by.items():
-            total, part = getattr(full, axis), head_width if len(self.by) == 1 else unit
+            total = getattr(full, axis)
+            part = head_width if len(self.by) == 1 else unit
             if axis in COLUMN_AXES:
                 assert columns is not None
                 total, slope, part = columns.total, slope * total // columns.total, 1

@@ -30,7 +30,9 @@ from distill.models.prune.widths import Widths, widths_of, with_widths, without_
 from distill.recipe.from_teacher import COLUMN_AXES
 
 LAYERS = 4
-COLUMNS, KEPT = 48, 32  # of a small model, on each axis of columns
+# of a small model, on each axis of columns
+COLUMNS = 48
+KEPT = 32
 TOLERANCE = 1e-3  # relative, of float32
 EPSILON = 1e-12  # of the small models' norms, whose own epsilons a cut does not scale
 ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
@@ -100,7 +102,8 @@ def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a configuration of the same family with a few narrow layers."""
-    total, full = config.get_text_config().num_hidden_layers, widths_of(config)
+    total = config.get_text_config().num_hidden_layers
+    full = widths_of(config)
     short = cut_config(config, layers_to_keep(total, min(LAYERS, total)))
     pairs = 1 if full.kv_heads == 1 else 4
     group = min(full.group, 4)
@@ -110,7 +113,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     columns = {axis: COLUMNS for axis in COLUMN_AXES if getattr(full, axis)}
     widths = full._replace(hidden=16 * heads, heads=heads, kv_heads=pairs, experts=experts)
     small = with_widths(short, widths._replace(**columns))
-    before, text = without_layers(config.get_text_config()), small.get_text_config()
+    before = without_layers(config.get_text_config())
+    text = small.get_text_config()
     if getattr(text, "mamba_n_heads", None) and getattr(text, "mamba_d_ssm", None) is None:
         text.mamba_n_heads = text.mamba_expand * text.hidden_size // text.mamba_d_head  # as the family requires
     if not hasattr(before, "head_dim"):

@@ -146,7 +146,8 @@ def target_widths(cut: FromTeacher | None, config: PreTrainedConfig) -> Widths |
                 f"student.from_teacher.{name}: expected a multiple of {GROUPED}, since grouped GEMMs of experts take "
                 f"rows of 16 bytes, got {value}"
             )
-    heads, kv_heads = asked["heads"], asked["kv_heads"]
+    heads = asked["heads"]
+    kv_heads = asked["kv_heads"]
     if heads is not None and kv_heads is None:
         if heads % full.group:
             raise ValueError(
@@ -156,7 +157,8 @@ def target_widths(cut: FromTeacher | None, config: PreTrainedConfig) -> Widths |
         kv_heads = heads // full.group
     elif kv_heads is not None and heads is None:
         heads = kv_heads * full.group
-    heads, kv_heads = heads or full.heads, kv_heads or full.kv_heads
+    heads = heads or full.heads
+    kv_heads = kv_heads or full.kv_heads
     if heads % kv_heads or heads // kv_heads > full.group:
         raise ValueError(
             f"student.from_teacher.heads: expected {kv_heads} (kv_heads) times 1 to {full.group}, the heads that share "

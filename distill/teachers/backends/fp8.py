@@ -86,7 +86,10 @@ class Before:
     """
 
     def __init__(self, teacher: nn.Module, format: HiddenFormat, batch: Batch, vocab_size: int | None = None) -> None:
-        self.teacher, self.transform, self.batch, self.vocab_size = teacher, format.transform, batch, vocab_size
+        self.teacher = teacher
+        self.transform = format.transform
+        self.batch = batch
+        self.vocab_size = vocab_size
         self.labels = shift_labels(batch["labels"])
         self.head = read_head(find_head(teacher))
         self.hidden = last_hidden(teacher, batch).to(self.head.weight.dtype)
@@ -184,17 +187,21 @@ def fp8_offers(
     Raises:
         ValueError: a model without a list of layers.
     """
-    whole, before, price = bare(teacher), Before(teacher, format, batch), dict[Part, float]()
+    whole = bare(teacher)
+    before = Before(teacher, format, batch)
+    price = dict[Part, float]()
     for part in parts_of(whole):
         with in_fp8(whole, part):
             price[part] = before.moved() / part.weights
-    parts, offers = sorted(price, key=price.__getitem__, reverse=True), []
+    parts = sorted(price, key=price.__getitem__, reverse=True)
+    offers = []
     offered = {0, len(parts), *(2**n for n in range(len(parts).bit_length()))}
     for count in range(len(parts), -1, -1):
         if count < len(parts):
             quantise_part(whole, parts[count])
         if count in offered:
-            names, weights = sort_parts([part.name for part in parts[:count]]), sum(p.weights for p in parts[:count])
+            names = sort_parts([part.name for part in parts[:count]])
+            weights = sum(p.weights for p in parts[:count])
             ms = None if timed is None else timed(lambda: last_hidden(teacher, batch))
             offers.append(Offer(tuple(names), before.moved(), weights, ms))
     return offers[::-1]

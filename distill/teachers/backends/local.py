@@ -108,7 +108,9 @@ class LocalPlan(TeacherPlan):
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """Return the settings that 8-bit weights, a quantised checkpoint or sharding do not support."""
-        section, student, problems = self.section, self.recipe.student, []
+        section = self.section
+        student = self.recipe.student
+        problems = []
         if section.dtype == "int8" and not cuda:
             problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
         if section.dtype == "fp8" and cuda and not has_fp8(family):
@@ -169,7 +171,8 @@ class LocalPlan(TeacherPlan):
         return smaller_variants(self, family)
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> LoadedTeacher:
-        model, tokenizer = self.load(context), vocabulary.teacher_tokenizer
+        model = self.load(context)
+        tokenizer = vocabulary.teacher_tokenizer
         if self.section.dtype == "fp8":
             from distill.teachers.backends.fp8 import Fp8Teacher  # a subclass of the teacher here
 
@@ -178,7 +181,8 @@ class LocalPlan(TeacherPlan):
 
     def load(self, context: LoadContext) -> Any:
         """Load the model as its section and the placement require; a sharded model is patched before it is sharded."""
-        device, dtype = context.device, context.precision.teacher
+        device = context.device
+        dtype = context.precision.teacher
         if context.placement.teacher_sharded:
             model, report = load_sharded_teacher(
                 self.section,

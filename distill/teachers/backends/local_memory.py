@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
     """Return the footprint by the formulas at the head of this file."""
-    precision, shape = context.precision, source.meta().shape
+    precision = context.precision
+    shape = source.meta().shape
     size = precision.teacher.itemsize
     layers = float(shape.layered * size) if source.section.offload is not None else 0.0
     in_16_bits = find_skipped(source.meta().model, source.section.fp8_skip).weights  # the others are in fp8
@@ -47,7 +48,8 @@ def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
 
 def smaller_variants(source: LocalPlan, family: str | None = None) -> list[SmallerTeacher]:
     """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
-    recipe, section = source.recipe, source.section
+    recipe = source.recipe
+    section = source.section
     if section.offload is not None or section.dtype in EIGHT_BITS:
         return []
     bits = "fp8" if has_fp8(family) else "int8"

@@ -99,7 +99,8 @@ def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> N
     shapes = [{name: tuple(p.shape) for name, p in weights.items()}]
     dist.broadcast_object_list(shapes)
     own_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if wrong := sorted(own_shapes.items() ^ shapes[0].items()):
+    wrong = sorted(own_shapes.items() ^ shapes[0].items())
+    if wrong:
         raise ValueError(
             f"teacher.model: its weights are not those of its configuration, which a sharded teacher needs; {wrong[0]} "
             "is in one and not in the other. Save the merged model to a folder and name that"

@@ -54,7 +54,8 @@ class AveragedTeacher(LoadedTeacher):
         Raises:
             ValueError: They are not the same weights by name.
         """
-        own, theirs = dict(self.model.named_parameters()), dict(bare(student).named_parameters())
+        own = dict(self.model.named_parameters())
+        theirs = dict(bare(student).named_parameters())
         if own.keys() != theirs.keys():
             raise ValueError(f"teacher.ema: expected the student's weights, got {min(own.keys() ^ theirs.keys())}")
         self.average = self.average or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}
@@ -67,7 +68,8 @@ class AveragedTeacher(LoadedTeacher):
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:
-        state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
+        state = load_file(checkpoint / FILE)
+        own = dict(self.model.named_parameters())
         self.average = {n: p.detach().copy_(state[n]) if _is_wide(p) else state[n].to(p.device) for n, p in own.items()}
         self._write_narrow()
 
@@ -87,7 +89,8 @@ class AveragePlan(LocalPlan):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the model's footprint, with the average in float32 where its weights are narrower."""
-        plain, size = super().footprint(context), context.precision.teacher.itemsize
+        plain = super().footprint(context)
+        size = context.precision.teacher.itemsize
         return plain._replace(weights=plain.weights + (4 * self.meta().shape.parameters if size < 4 else 0))
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> AveragedTeacher:

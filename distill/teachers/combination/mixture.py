@@ -50,7 +50,8 @@ class MixtureFormat(FusedFormat):
     """
 
     def __init__(self, members: Sequence[HiddenFormat], weights: Sequence[float]) -> None:
-        self.members, self.weights = list(members), tuple(weights)
+        self.members = list(members)
+        self.weights = tuple(weights)
         self.properties = TargetProperties(tuple(member.head.rows for member in self.members))
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
@@ -120,7 +121,8 @@ class SeveralTeachers(Teacher):
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
         """Yield number, teacher and batch of each member that reads some of a batch."""
         for number, member in enumerate(self.members):
-            if (own := self.member_batch(number, batch)) is not None:
+            own = self.member_batch(number, batch)
+            if own is not None:
                 yield number, member, own
 
     def elsewhere(self) -> dict[str, object]:

@@ -76,7 +76,10 @@ class RoutedEncoder(Encoder):
 
     def by(self, column: str | None, routes: Sequence[str], route: str | None = None) -> RoutedEncoder:
         """Return this encoder, with the column that names a row's route or the route of all, and all routes."""
-        self.column, self.routes, self.route, self.readers = column, routes, route, {}
+        self.column = column
+        self.routes = routes
+        self.route = route
+        self.readers = {}
         return self
 
     def with_readers(self, readers: Mapping[int, RowEncoder], kinds: Sequence[type[RowEncoder]]) -> RoutedEncoder:
@@ -145,7 +148,8 @@ class RouteRows(Sequence[Mapping[str, np.ndarray]]):
     """Documents of one route in some rows; a row without any has no tokens."""
 
     def __init__(self, rows: Sequence[Row], route: int) -> None:
-        self.rows, self.route = rows, route
+        self.rows = rows
+        self.route = route
 
     def __len__(self) -> int:
         return len(self.rows)

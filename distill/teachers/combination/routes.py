@@ -66,13 +66,13 @@ class RoutedLoss(TargetLoss):
     """
 
     def __init__(self, members: Sequence[TargetLoss], counts: bool) -> None:
-        self.members, self.counts = list(members), counts
+        self.members = list(members)
+        self.counts = counts
         self.measured = self.members[0]
         self.objective = self.measured.objective
 
     @property
     def terms(self) -> Sequence[LossTerm]:
-        """Terms of the loss, the same for all routes."""
         return self.members[0].terms
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -96,7 +96,8 @@ class RoutedFormat(TargetFormat, ComparesTokens):
     """
 
     def __init__(self, members: Sequence[TargetFormat], routes: Sequence[str]) -> None:
-        self.members, self.routes = list(members), tuple(routes)
+        self.members = list(members)
+        self.routes = tuple(routes)
         each = [member.properties for member in self.members]
         self.properties = TargetProperties(
             tuple(column for own in each for column in own.columns),
@@ -139,7 +140,8 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
-            if (comparison := token_comparison(self.members[number])) is None:
+            comparison = token_comparison(self.members[number])
+            if comparison is None:
                 continue
             mine = call._replace(inputs=replace(call.inputs, targets=own.targets, num_items=None))
             (share,) = comparison.overlap(pairing, mine, rows).values()

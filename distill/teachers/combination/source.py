@@ -56,7 +56,8 @@ class SeveralPlan(TeacherPlan):
 
     def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherPlan]) -> None:
         super().__init__(recipe)
-        self.weights, self.given = description.weights, list(members)
+        self.weights = description.weights
+        self.given = list(members)
         self.all_sections = description.members
         self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
         self.is_routed = bool(description.routes)
@@ -106,7 +107,8 @@ class SeveralPlan(TeacherPlan):
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
         texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
         for number in (number for group in self.groups.values() if len(group) > 1 for number in group):
-            if (measure := self.members[number].measure()) != KL:
+            measure = self.members[number].measure()
+            if measure != KL:
                 needed = "expected the hidden states of each teacher of a mixture"
                 texts.append((number, f"teacher.path: {needed}, got {measure.name}; distill cache --hidden"))
         return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
@@ -153,7 +155,8 @@ class SeveralPlan(TeacherPlan):
         ]
         found: list[Teacher] = []
         for group in self.groups.values():
-            several, shares = [opened[n] for n in group], [self.weights[n] for n in group]
+            several = [opened[n] for n in group]
+            shares = [self.weights[n] for n in group]
             found.append(several[0] if self.is_routed and len(group) == 1 else MixtureTeacher(several, shares))
         return RoutedTeacher(found, list(self.groups)) if self.is_routed else found[0]
 
@@ -162,7 +165,8 @@ class SeveralVocabulary(Vocabulary):
     """Tokenizer of several teachers and a student, and those of teachers on routes that read the text by their own."""
 
     def __init__(self, source: SeveralPlan) -> None:
-        recipe, self.source = source.recipe, source
+        recipe = source.recipe
+        self.source = source
         section: ModelSection = recipe.student
         if recipe.student.vocabulary != "cross":
             section = source.config_section() if recipe.data.is_synthetic else source.tokenizer_section()
@@ -187,23 +191,27 @@ class SeveralVocabulary(Vocabulary):
         return splits
 
     def _read_routes(self, data: Data, seed: int) -> Splits:
-        source, template = self.source, template_of(data, self.tokenizer)
+        source = self.source
+        template = template_of(data, self.tokenizer)
         routes = list(source.groups)
         made_prompts = [teacher_prompt(data, section) for section in source.all_sections.values()]
         prompts = {source.route_of(number): prompt for number, prompt in enumerate(made_prompts) if prompt is not None}
         others = {source.route_of(number): other for number, other in self.others.items()}
 
         def encoder(format: Format, part: Part) -> RoutedEncoder:
-            own, options = part.data, ChatOptions.of(part.data)
+            own = part.data
+            options = ChatOptions.of(part.data)
 
             def made(kind: type[E]) -> E:
                 return kind(self.tokenizer, format, template, max_length=own.max_length, options=options)
 
             readers: dict[int, RowEncoder] = {}
             for number in (number for number, route in enumerate(routes) if part.teacher in (None, route)):
-                if (prompt := prompts.get(number)) is not None:
+                prompt = prompts.get(number)
+                if prompt is not None:
                     readers[number] = made(ContextEncoder).after(prompt)
-                if (other := others.get(number)) is not None:
+                other = others.get(number)
+                if other is not None:
                     readers[number] = PairEncoder(*other.readers, format, max_length=own.max_length, options=options)
             kinds = [ContextEncoder] * bool(prompts) + [PairEncoder] * bool(others)
             return made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher).with_readers(readers, kinds)

@@ -48,7 +48,8 @@ class ReadingTeacher(Teacher):
 
     def __init__(self, teacher: Teacher | nn.Module) -> None:
         self.inner = LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher
-        self.format, self.models = self.inner.format, self.inner.models
+        self.format = self.inner.format
+        self.models = self.inner.models
         self.rows = self.inner.rows._replace(reading=self.reading)
         self.columns = (self.reads(tuple(self.inner.columns)),)
 
@@ -60,7 +61,8 @@ class ReadingTeacher(Teacher):
         return {name.removeprefix(PREFIX): batch[name] for name in names}
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        if missing := sorted({"input_ids", "labels", *self.needed} - set(batch)):
+        missing = sorted({"input_ids", "labels", *self.needed} - set(batch))
+        if missing:
             raise ValueError(
                 f"batch: expected {', '.join(missing)} too, which Collator adds with columns=teacher.columns; got "
                 f"{sorted(batch)}"
@@ -95,7 +97,8 @@ def at_positions(targets: Targets, at: torch.Tensor, rows: torch.Tensor, ids: to
         ids: int64 [B, S], the student's tokens.
     """
     if isinstance(targets, SpanTargets):  # a span's first token is predicted at its row
-        student, begins = targets.spans.student, rows + 1
+        student = targets.spans.student
+        begins = rows + 1
         spans = Spans(torch.stack([begins, begins + student[:, 1] - student[:, 0]], 1), targets.spans.teacher)
         return targets._replace(spans=spans, student_ids=ids)
     if isinstance(targets, TopKTargets):
@@ -120,14 +123,17 @@ class ReadingPlan(TeacherPlan):
 
     def __init__(self, inner: TeacherPlan) -> None:
         super().__init__(inner.recipe, inner.section, inner.field)
-        self.inner, self.sections, self.shardable = inner, inner.sections, inner.shardable
+        self.inner = inner
+        self.sections = inner.sections
+        self.shardable = inner.shardable
 
     def parts(self) -> list[InnerPlan]:
         return [InnerPlan(self.inner, self.inner_splits)]
 
     def inner_splits(self, splits: Splits) -> Splits:
         """Return the rows as the inner teacher reads them, made from the student's when they are accessed."""
-        train, validation = (TeacherRows(rows, self.reads.teacher_row) for rows in (splits.train, splits.validation))
+        train = TeacherRows(splits.train, self.reads.teacher_row)
+        validation = TeacherRows(splits.validation, self.reads.teacher_row)
         return splits._replace(train=train, validation=validation)
 
 
@@ -140,7 +146,8 @@ class TeacherRows(Sequence[Mapping[str, Any]]):
     """
 
     def __init__(self, rows: Any, row: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        self.rows, self.row = rows, row
+        self.rows = rows
+        self.row = row
 
     def __len__(self) -> int:
         return len(self.rows)

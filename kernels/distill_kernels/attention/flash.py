@@ -111,7 +111,8 @@ def _forward_kernel(
         largest, total = initial_softmax_state(sinks_ptr, head)
         if SPLIT:  # the sink is of one part
             total = tl.where(tl.program_id(2) == 0, total, 0.0)
-        m_i, l_i = tl.zeros([BLOCK_M], tl.float32) + largest, l_i + total
+        m_i = tl.zeros([BLOCK_M], tl.float32) + largest
+        l_i = l_i + total
     # The online softmax: m_i is the running maximum to base 2, l_i the sum of exponentials relative to it, and both l_i
     # and acc are rescaled by alpha whenever the maximum moves.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -168,22 +169,29 @@ def forward_on_triton(
         parts: parts of the keys; None: by `part_count`.
     """
     batches, heads, queries, size = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    block_d, facts = head_block(size), device_facts(q.device)
+    kv_heads = k.shape[1]
+    keys = k.shape[2]
+    block_d = head_block(size)
+    facts = device_facts(q.device)
     if tile is None:
         tile = autotune_tiles("forward", q, k, masking, lambda tile: forward_on_triton(q, k, v, masking, tile))
-    tma, tiles = uses_tma(facts, tile), cdiv(queries, tile.queries)
+    tma = uses_tma(facts, tile)
+    tiles = cdiv(queries, tile.queries)
     # Few queries and heads leave multiprocessors idle (decoding, one long sequence): keys are cut into parts then.
     seen = max_keys(tile.queries, keys, masking.causal, masking.window)
     parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), concurrent_programs(block_d, facts))
-    out, lse = empty_positions_first(q), _new_lse(q)
+    out = empty_positions_first(q)
+    lse = _new_lse(q)
     ranges = lse
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
         ranges = packed_ranges(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
     sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
-    q, k, v, sinks = aligned(q, "q"), aligned(k, "k"), aligned(v, "v"), contiguous_rows(masking.sinks)
+    q = aligned(q, "q")
+    k = aligned(k, "k")
+    v = aligned(v, "v")
+    sinks = contiguous_rows(masking.sinks)
     tensors = (
         tiles_of(q, tile.queries, block_d, tma),
         tiles_of(k, tile.keys, block_d, tma),

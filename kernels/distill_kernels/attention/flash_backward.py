@@ -79,7 +79,8 @@ def _row_terms_kernel(
     With SINKS also these rows' sum of the sinks' gradients, [B * H, programs].
     """
     batch_head = tl.program_id(1).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
+    batch = batch_head // heads
+    head = batch_head % heads
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     inside = (row < queries)[:, None] & (column < HEAD_DIM)[None, :]
@@ -201,20 +202,27 @@ def backward_on_triton(
         key_tile, query_tile, key_parts, query_parts: launch shapes; None: chosen as in the forward.
     """
     batches, heads, queries, size = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    block_d, facts = head_block(size), device_facts(q.device)
+    kv_heads = k.shape[1]
+    keys = k.shape[2]
+    block_d = head_block(size)
+    facts = device_facts(q.device)
     again = functools.partial(backward_on_triton, dout, q, k, v, out, lse, masking)  # with tiles, to time them
     if key_tile is None:
         other = choose_tiles("dq", block_d, q.dtype, facts)
         key_tile = autotune_tiles("dk and dv", q, k, masking, lambda tile: again(tile, other))
     tile = query_tile or autotune_tiles("dq", q, k, masking, lambda tile: again(key_tile, tile))
     dout = aligned(dout, "dout")
-    q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
-    dq, dk, dv = empty_positions_first(q), empty_positions_first(k), empty_positions_first(v)
+    q = aligned(q, "q")
+    k = aligned(k, "k")
+    v = aligned(v, "v")
+    dq = empty_positions_first(q)
+    dk = empty_positions_first(k)
+    dv = empty_positions_first(v)
     padded_rows = cdiv(queries, PADDING) * PADDING
     terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
     block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
-    sinks, sink_sums = contiguous_rows(masking.sinks), None
+    sinks = contiguous_rows(masking.sinks)
+    sink_sums = None
     if sinks is not None:
         sink_sums = torch.empty(batches, heads, padded_rows // block_m, dtype=torch.float32, device=q.device)
     launch(
@@ -239,13 +247,16 @@ def backward_on_triton(
     window = UNBOUNDED if masking.window is None else masking.window
     ranges = key_ranges = lse
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
-        both, causal = (masking.cu_seqlens_q, masking.cu_seqlens_k), masking.causal
+        both = (masking.cu_seqlens_q, masking.cu_seqlens_k)
+        causal = masking.causal
         ranges = packed_ranges(*both, batches * queries, causal, masking.window)
         key_ranges = packed_ranges(*both, batches * keys, causal, masking.window, from_keys=True)
-    scale, intervals = float(masking.scale), masking.packed or masking.window is not None
+    scale = float(masking.scale)
+    intervals = masking.packed or masking.window is not None
     constants = (masking.causal, intervals, masking.packed, masking.softcap is not None, dot_precision(q.dtype))
     tma = uses_tma(facts, key_tile)
-    tiles, seen = cdiv(keys, key_tile.keys), max_keys(key_tile.keys, queries, masking.causal, masking.window)
+    tiles = cdiv(keys, key_tile.keys)
+    seen = max_keys(key_tile.keys, queries, masking.causal, masking.window)
     at_once = concurrent_programs(block_d, facts)
     parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
     sums = None if parts == 1 else new_sums(2 * parts, k)
@@ -288,7 +299,8 @@ def backward_on_triton(
     if sums is not None:
         add_parts(sums, dk, scale, dv)
     tma = uses_tma(facts, tile)
-    tiles, seen = cdiv(queries, tile.queries), max_keys(tile.queries, keys, masking.causal, masking.window)
+    tiles = cdiv(queries, tile.queries)
+    seen = max_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
     launch(

@@ -295,7 +295,9 @@ def _key_gradient_kernel(
     else:
         column = tl.arange(0, BLOCK_D)
         stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]
-        batch_64, head_64, row_64 = batch.to(tl.int64), kv_head.to(tl.int64), row[:, None].to(tl.int64)
+        batch_64 = batch.to(tl.int64)
+        head_64 = kv_head.to(tl.int64)
+        row_64 = row[:, None].to(tl.int64)
         dk_at = dk_ptr + batch_64 * stride_kb + head_64 * stride_kh + row_64 * stride_kn + column[None, :]
         dv_at = dv_ptr + batch_64 * stride_vb + head_64 * stride_vh + row_64 * stride_vn + column[None, :]
         tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)

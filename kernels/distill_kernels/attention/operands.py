@@ -192,7 +192,8 @@ def autotune_tiles(
     kernel: str, q: torch.Tensor, k: torch.Tensor, masking: Masking, launch: Callable[[Tiles], object]
 ) -> Tiles:
     """Return the table's tile, or its fastest neighbour on a GPU without measured tables."""
-    facts, size = device_facts(q.device), q.shape[3]
+    facts = device_facts(q.device)
+    size = q.shape[3]
     first = choose_tiles(kernel, head_block(size), q.dtype, facts)
     if facts.measured:
         return first

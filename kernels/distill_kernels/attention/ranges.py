@@ -37,11 +37,13 @@ def reference_ranges(
 ) -> torch.Tensor:
     """Return intervals int64 [2, rows] of flat positions on the other side; empty after the last document."""
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
-    own, other = own.long(), other.long()
+    own = own.long()
+    other = other.long()
     row = torch.arange(rows, device=own.device)
     document = (torch.searchsorted(own, row, right=True) - 1).clamp(max=own.numel() - 2)
     outside = row >= own[-1]
-    first, last = other[document], other[document + 1]
+    first = other[document]
+    last = other[document + 1]
     diagonal = row + last - own[document + 1]
     low, high = _interval(diagonal, first, last, UNBOUNDED if window is None else window, causal, from_keys)
     low = torch.where(outside, other[-1], low)
@@ -62,7 +64,8 @@ def reference_mask(
 def _interval(
     diagonal: torch.Tensor, first: torch.Tensor, last: torch.Tensor, window: int, causal: bool, from_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    before, after = (diagonal - window + 1, diagonal + window)
+    before = diagonal - window + 1
+    after = diagonal + window
     if causal and from_keys:
         before = diagonal
     elif causal:
@@ -222,9 +225,11 @@ def _packed_ranges(
     if not runs_on_triton(cu_seqlens_q):
         return reference_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys=from_keys).int()
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
-    own, other = contiguous_rows(own), contiguous_rows(other)
+    own = contiguous_rows(own)
+    other = contiguous_rows(other)
     out = torch.empty(2, rows, dtype=torch.int32, device=own.device)
-    documents, block = own.numel() - 1, 256
+    documents = own.numel() - 1
+    block = 256
     launch(
         _ranges_kernel,
         (cdiv(rows, block),),

@@ -20,7 +20,8 @@ def kept_scores(masking: Masking, batch: int, queries: int, keys: int, device: t
         masking.cu_seqlens_q, masking.cu_seqlens_k, batch * queries, masking.causal, masking.window
     )
     column = torch.arange(batch * keys, device=device).reshape(batch, 1, 1, keys)
-    low, high = low.reshape(batch, 1, queries, 1), high.reshape(batch, 1, queries, 1)
+    low = low.reshape(batch, 1, queries, 1)
+    high = high.reshape(batch, 1, queries, 1)
     return (column >= low) & (column < high)
 
 
@@ -31,7 +32,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, masking: Masking) -> tuple[torch.T
     damping = torch.ones((), dtype=q.dtype, device=q.device)
     if masking.softcap is not None:
         tanh = torch.tanh(scores / masking.softcap)
-        scores, damping = masking.softcap * tanh, 1 - tanh * tanh
+        scores = masking.softcap * tanh
+        damping = 1 - tanh * tanh
     kept = kept_scores(masking, q.shape[0], q.shape[2], k.shape[2], q.device)
     return scores.masked_fill(~kept, float("-inf")), damping
 
@@ -77,6 +79,7 @@ def reference_attention_backward(
     dk = (ds.transpose(-1, -2) @ q.to(dtype)).unflatten(1, (-1, group)).sum(2)
     dv = (p.transpose(-1, -2) @ upstream).unflatten(1, (-1, group)).sum(2)
     grads = [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
-    if (sinks := masking.sinks) is not None:
+    sinks = masking.sinks
+    if sinks is not None:
         grads.append(-(torch.exp(sinks.to(dtype)[:, None] - lse) * delta[..., 0]).sum((0, 2)).to(sinks.dtype))
     return grads

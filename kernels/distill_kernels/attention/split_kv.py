@@ -53,7 +53,8 @@ def part_count(programs: int, tiles: int, at_once: int) -> int:
 @triton.jit
 def part_of_tiles(start, end, BLOCK: tl.constexpr):
     """Return this program's part of the tiles in [start, end), by its index in the grid's last dimension."""
-    part, parts = tl.program_id(2), tl.num_programs(2)
+    part = tl.program_id(2)
+    parts = tl.num_programs(2)
     tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
     return start + tiles * part // parts * BLOCK, start + tiles * (part + 1) // parts * BLOCK
 

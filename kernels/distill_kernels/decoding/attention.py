@@ -78,15 +78,20 @@ def reference_decode_step_attention(
     rows: torch.Tensor, shape: AttentionSpec, cached: LayerCache, out: torch.Tensor
 ) -> None:
     """Fill `out` [B, H D] from `rows` [B, (H + 2 Hkv) D] and write the newest cache slots, in plain PyTorch."""
-    batch, at = rows.shape[0], cached.lengths - 1
+    batch = rows.shape[0]
+    at = cached.lengths - 1
     q, k, v = rows.view(batch, 1, -1, shape.size).split([shape.heads, shape.kv_heads, shape.kv_heads], 2)
     if shape.q_norm is not None:
-        q, k = (reference_rms_norm(x, w, shape.eps) for x, w in ((q, shape.q_norm), (k, shape.k_norm)))
-    cos, sin = cached.cos[at][:, None], cached.sin[at][:, None]
+        q = reference_rms_norm(q, shape.q_norm, shape.eps)
+        k = reference_rms_norm(k, shape.k_norm, shape.eps)
+    cos = cached.cos[at][:, None]
+    sin = cached.sin[at][:, None]
     q, k = reference_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     sequence = torch.arange(batch, device=rows.device)
-    cached.keys[sequence, at], cached.values[sequence, at] = k[:, :, 0].to(cached.keys), v[:, 0].to(cached.values)
-    keys, values = cached.keys.transpose(1, 2), cached.values.transpose(1, 2)
+    cached.keys[sequence, at] = k[:, :, 0].to(cached.keys)
+    cached.values[sequence, at] = v[:, 0].to(cached.values)
+    keys = cached.keys.transpose(1, 2)
+    values = cached.values.transpose(1, 2)
     masking = Masking(True, shape.scale, shape.window)
     out.copy_(reference_decode_attention(q, keys, values, cached.lengths, masking).reshape(batch, -1))
 
@@ -94,7 +99,8 @@ def reference_decode_step_attention(
 @triton.jit
 def _of_heads(q_ptr, k_ptr, at, mask, is_key):
     """Load a vector for the query heads' rows and one for the key's row."""
-    q, k = tl.load(q_ptr + at, mask=mask, other=0.0), tl.load(k_ptr + at, mask=mask, other=0.0)
+    q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    k = tl.load(k_ptr + at, mask=mask, other=0.0)
     return tl.where(is_key, k[None, :], q[None, :]).to(tl.float32)
 
 
@@ -137,8 +143,10 @@ def _attention_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     COLUMNS: tl.constexpr = 2 * BLOCK_HALF
-    chunk, pair = tl.program_id(0), tl.program_id(1)
-    batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    chunk = tl.program_id(0)
+    pair = tl.program_id(1)
+    batch = (pair // KV_HEADS).to(tl.int64)
+    kv_head = pair % KV_HEADS
     newest = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), slots) - 1  # of the step before
     low = tl.maximum(newest + 1 - window, 0)
     first_tile = low // BLOCK_N
@@ -151,17 +159,20 @@ def _attention_kernel(
         prefetch(keys_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
         prefetch(values_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
     wait_for_previous_kernel(DEPENDENT_LAUNCH)
-    row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_HALF)
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_HALF)
     head = tl.where(row < GROUP, kv_head * GROUP + row, HEADS + kv_head)  # row GROUP is the new key
     held = (row <= GROUP)[:, None] & (d < HALF)[None, :]
     x_ptrs = rows_ptr + batch * stride_row + head[:, None] * D + d[None, :]
     x1 = tl.load(x_ptrs, mask=held, other=0.0)
     x2 = tl.load(x_ptrs + HALF, mask=held, other=0.0)
     low_precision = x1.dtype
-    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
     if NORM:
         factor = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        is_key, in_half = (row == GROUP)[:, None], d < HALF
+        is_key = (row == GROUP)[:, None]
+        in_half = d < HALF
         w1 = _of_heads(q_norm_ptr, k_norm_ptr, d, in_half, is_key)
         w2 = _of_heads(q_norm_ptr + HALF, k_norm_ptr + HALF, d, in_half, is_key)
         x1 = ((x1 * factor).to(low_precision).to(tl.float32) * w1).to(low_precision).to(tl.float32)
@@ -171,7 +182,8 @@ def _attention_kernel(
     cos2 = tl.load(cos_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    y1, y2 = (x1 * cos1 - x2 * sin1).to(low_precision), (x2 * cos2 + x1 * sin2).to(low_precision)
+    y1 = (x1 * cos1 - x2 * sin1).to(low_precision)
+    y2 = (x2 * cos2 + x1 * sin2).to(low_precision)
     # [ROWS, BLOCK_HALF] twice, side by side
     q = tl.reshape(tl.permute(tl.join(y1, y2), (0, 2, 1)), (ROWS, COLUMNS))
 

@@ -128,19 +128,30 @@ def _product_kernel(
 
     parts: fp32 [tiles, SPLITS, 1 or 2, BLOCK_M, BLOCK_N]; counters: int32 [tiles], zero before and after.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    own, base = tile, 0  # the tile within its weight, and that weight's first column of y
-    weight_ptr, bias_ptr, N = weight_ptrs[0], bias_ptrs[0], sizes[0]
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    # the tile within its weight, and that weight's first column of y
+    own = tile
+    base = 0
+    weight_ptr = weight_ptrs[0]
+    bias_ptr = bias_ptrs[0]
+    N = sizes[0]
     if SEGMENTS > 1:
         tiles = tl.cdiv(sizes[0], BLOCK_N)
         if tile >= tiles:
-            own, base, N = tile - tiles, sizes[0], sizes[1]
-            weight_ptr, bias_ptr = weight_ptrs[1], bias_ptrs[1]
+            own = tile - tiles
+            base = sizes[0]
+            N = sizes[1]
+            weight_ptr = weight_ptrs[1]
+            bias_ptr = bias_ptrs[1]
         if SEGMENTS > 2:
             tiles += tl.cdiv(sizes[1], BLOCK_N)
             if tile >= tiles:
-                own, base, N = tile - tiles, sizes[0] + sizes[1], sizes[2]
-                weight_ptr, bias_ptr = weight_ptrs[2], bias_ptrs[2]
+                own = tile - tiles
+                base = sizes[0] + sizes[1]
+                N = sizes[2]
+                weight_ptr = weight_ptrs[2]
+                bias_ptr = bias_ptrs[2]
     n = own * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)  # outputs beyond the edge read the last row of W and are not written
     first = split * part
@@ -194,7 +205,8 @@ def _product_kernel(
     if done:
         if not ADDS:
             factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)[:, None]
-            total, total_up = total * factor, total_up * factor
+            total = total * factor
+            total_up = total_up * factor
         inside = (m < M)[:, None] & (n < N)[None, :]
         at = out_ptr + m.to(tl.int64)[:, None] * stride_out + (base + n)[None, :]
         if BIAS:
@@ -220,7 +232,8 @@ def tiles_of(product: Product, tile: Tile) -> int:
 
 def scratch_of(rows: int, product: Product, tile: Tile) -> tuple[int, int]:
     """Return the elements and counters of `Scratch` that a product needs."""
-    tiles, block_m = tiles_of(product, tile), max(16, next_power_of_2(rows))
+    tiles = tiles_of(product, tile)
+    block_m = max(16, next_power_of_2(rows))
     if tile.splits == 1:
         return 0, 0
     return tiles * tile.splits * block_m * tile.outputs * (1 if product.up is None else 2), tiles

@@ -31,7 +31,8 @@ class Plan(NamedTuple):
 
 def fit_shared_memory(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: DeviceFacts) -> Tile:
     """Return `tile` with as many stages, and columns of x at a time, as fit into shared memory."""
-    columns, (outputs, inputs, splits, warps, stages) = max(16, next_power_of_2(rows)), tile
+    columns = max(16, next_power_of_2(rows))
+    outputs, inputs, splits, warps, stages = tile
 
     def needed(inputs: int, stages: int) -> int:  # weights that are cast take room twice
         weights = outputs * (1 + gated) * (weight_bytes * stages + (2 if weight_bytes == 4 else 0))
@@ -51,8 +52,12 @@ def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
     long inner dimension are worse than parts of it; a gated product of many rows is best in one program a
     multiprocessor.
     """
-    outputs, inputs, gated = product.outputs, product.weights[0].shape[1], product.up is not None
-    many_outputs, many_rows, warps = outputs > 12 * facts.multiprocessors, rows > 32, 4 if rows <= 64 else 8
+    outputs = product.outputs
+    inputs = product.weights[0].shape[1]
+    gated = product.up is not None
+    many_outputs = outputs > 12 * facts.multiprocessors
+    many_rows = rows > 32
+    warps = 4 if rows <= 64 else 8
     if gated and many_rows:
         tile = Tile(64, 64, 1, warps, 6) if many_outputs else Tile(32, 128, 1, warps, 4)
     elif gated:
@@ -86,7 +91,8 @@ def choose_plan(
     ]
     qkv, out, gate_up, down = tiles
     seen = slots if heads.window is None else min(slots, heads.window)
-    pairs, small = rows * heads.kv_heads, heads.size <= 64
+    pairs = rows * heads.kv_heads
+    small = heads.size <= 64
     chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MAX_CHUNKS))
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
     ahead = 128 if chunks == 1 and not crowded else 0

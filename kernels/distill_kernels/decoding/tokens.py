@@ -91,7 +91,8 @@ def _embed_kernel(token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_pt
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         tl.store(column_ptr, tl.load(column_ptr) + 1)  # read, less one, by the step's last kernel
-    token, total = tl.load(token_ptr + row), 0.0
+    token = tl.load(token_ptr + row)
+    total = 0.0
     for first in range(0, H, BLOCK):
         h = first + tl.arange(0, BLOCK)
         x = tl.load(weight_ptr + token * H + h, mask=h < H, other=0.0)
@@ -131,7 +132,8 @@ def _scores_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """found: fp32 [FIELDS, M, tiles]; index: int32 [M, tiles]."""
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
     QUARTER: tl.constexpr = BLOCK_N // 4
     n = tl.arange(0, BLOCK_N)
     counter = tile * QUARTER + n // 4
@@ -200,7 +202,9 @@ def _finish_kernel(
     wait_for_previous_kernel(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TILES)
-    at, plane, held = row * tiles + t, M * tiles, t < tiles
+    at = row * tiles + t
+    plane = M * tiles
+    held = t < tiles
     score = tl.load(found_ptr + at, mask=held, other=-float("inf"))
     index = tl.load(index_ptr + at, mask=held, other=2147483647)
     best = tl.max(score, 0)
@@ -272,7 +276,8 @@ def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, f
         stream: Output of the last layer, before the final norm of epsilon `eps`; z is rounded to the dtype of `scaled`.
         weight: Weight of the head, [V or more, K], contiguous.
     """
-    x, squares = stream.scaled, stream.squares
+    x = stream.scaled
+    squares = stream.squares
     rows, inputs = x.shape
     facts = device_facts(x.device)
     part = cdiv(inputs, tile.inputs) * tile.inputs

@@ -34,7 +34,8 @@ def reference_relation_divergence(
     student: torch.Tensor, teacher: torch.Tensor, documents: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return `relation_divergence` in plain PyTorch, in fp32 or fp64: the specification."""
-    wide, length = torch.promote_types(student.dtype, torch.float32), student.shape[2]
+    wide = torch.promote_types(student.dtype, torch.float32)
+    length = student.shape[2]
     hidden = torch.ones(length, length, dtype=torch.bool, device=student.device).triu(1)
     if documents is not None:
         hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
@@ -102,7 +103,8 @@ def _forward_kernel(
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m_s = tl.full([TILE], float("-inf"), tl.float32)
     m_t = tl.full([TILE], float("-inf"), tl.float32)
@@ -118,8 +120,10 @@ def _forward_kernel(
         m_t, total_t, e_t, shrink = _add(m_t, total_t, z_t, sees)
         weighted = weighted * shrink + tl.sum(e_t * (z_t - z_s), 1)
     inside = i < length
-    m_s, m_t = tl.where(inside, m_s, 0.0), tl.where(inside, m_t, 0.0)
-    total_s, total_t = tl.where(inside, total_s, 1.0), tl.where(inside, total_t, 1.0)
+    m_s = tl.where(inside, m_s, 0.0)
+    m_t = tl.where(inside, m_t, 0.0)
+    total_s = tl.where(inside, total_s, 1.0)
+    total_t = tl.where(inside, total_t, 1.0)
     apart = tl.num_programs(1).to(tl.int64) * length
     at = tl.program_id(1).to(tl.int64) * length + i
     value = weighted / total_t + (m_s - m_t) + (tl.log(total_s) - tl.log(total_t))
@@ -145,13 +149,15 @@ def _backward_kernel(
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
     a_ptr, row_stride, head_stride, stride, scale = student
     a_ptr += row * row_stride + head * head_stride
     u_ptr = upstream[0] + row * upstream[1] + head * upstream[2]
     apart = tl.num_programs(1).to(tl.int64) * length
     sums_ptr += tl.program_id(1).to(tl.int64) * length
-    i, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(2) * OWN + tl.arange(0, OWN)
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    d = tl.program_id(2) * OWN + tl.arange(0, OWN)
     u_i = tl.load(u_ptr + i * upstream[3], mask=i < length, other=0.0)
     m_si, total_si, m_ti, total_ti = _sums(sums_ptr, i, apart, i < length)
     total = tl.zeros([TILE, OWN], tl.float32)
@@ -182,7 +188,8 @@ def _launch(
 ) -> None:
     """Launch a kernel on both models' states, with `more` arguments after the documents."""
     rows, heads, length, width = student.shape
-    widths, tile = (width, teacher.shape[-1]), min(MOST, max(16, next_power_of_2(length)))
+    widths = (width, teacher.shape[-1])
+    tile = min(MOST, max(16, next_power_of_2(length)))
     models = [
         (states, *states.stride()[:3], 1 / math.sqrt(own))
         for states, own in zip(map(contiguous_rows, (student, teacher)), widths, strict=True)
@@ -220,7 +227,8 @@ def _launch_backward(
 def _fake_forward(
     student: torch.Tensor, teacher: torch.Tensor, documents: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape, device = student.shape[:3], student.device
+    shape = student.shape[:3]
+    device = student.device
     out = torch.empty(shape, dtype=torch.float32, device=device)
     return out, torch.empty((4, *shape), dtype=torch.float32, device=device)
 

@@ -576,7 +576,8 @@ def _expert_sums_kernel(x_ptr, end_ptr, y_ptr, columns, ROWS: tl.constexpr, TILE
 
 def _expert_sums(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the sum of each expert's rows of x [S, C]; [E, C]."""
-    experts, columns = len(ends), x.shape[1]
+    experts = len(ends)
+    columns = x.shape[1]
     y = x.new_zeros(experts, columns)
     if not runs_on_triton(x):
         begin = 0
@@ -839,7 +840,8 @@ def experts(
         )
     if weights.shape != index.shape:
         raise ValueError(f"weights: expected the index' shape {tuple(index.shape)}, got {tuple(weights.shape)}")
-    count, columns = len(gate_up), x.shape[1]
+    count = len(gate_up)
+    columns = x.shape[1]
     inner = down.shape[1 if transposed else 2]
     for name, tensor, shape in (
         ("gate_up", gate_up, (count, columns, 2 * inner) if transposed else (count, 2 * inner, columns)),

@@ -22,7 +22,8 @@ from distill_kernels.operands import differentiable_once
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-BLOCK, WARPS = 1024, 4
+BLOCK = 1024
+WARPS = 4
 
 
 def reference_glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -96,7 +97,9 @@ def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str
     columns = y.shape[-1]
     gate, gate_stride = as_rows(gate)
     if up is None:
-        source, up_stride, up_offset = gate, gate_stride, columns
+        source = gate
+        up_stride = gate_stride
+        up_offset = columns
     else:
         source, up_stride = as_rows(up)
         up_offset = 0
@@ -145,7 +148,8 @@ def _fill_gradients(
     activation: str,
 ) -> None:
     """Fill dgate and dup, whose rows have the same stride."""
-    elements, columns = dy.numel(), dy.shape[-1]
+    elements = dy.numel()
+    columns = dy.shape[-1]
     dy, dy_stride = as_rows(dy)
     gate, gate_stride = as_rows(gate)
     source, up_stride = (gate, gate_stride) if up is None else as_rows(up)
@@ -219,7 +223,8 @@ class _GluOfProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, activation, places):
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.places = activation, places
+        ctx.activation = activation
+        ctx.places = places
         return _forward_op.all_outputs(gate, up, activation)
 
     @staticmethod

@@ -47,8 +47,10 @@ def _column_partials(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, dy_stride: int, x_stride: int
 ) -> torch.Tensor:
     """Partial sums of dw and db, fp32 [groups, 2 H], where a whole row's sums do not fit a program's registers."""
-    hidden, n_rows = x.shape[-1], rstd.shape[0]
-    rows, columns = 8, 256
+    hidden = x.shape[-1]
+    n_rows = rstd.shape[0]
+    rows = 8
+    columns = 256
     column_blocks = cdiv(hidden, columns)
     target_programs = cdiv(4 * device_facts(x.device).multiprocessors, column_blocks)
     rows_per_group = cdiv(cdiv(n_rows, target_programs), rows) * rows
@@ -87,10 +89,12 @@ def _launch_forward(
     y, mean, rstd = _new_outputs(x, weight, bias, eps, stats)
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
-    facts, block = device_facts(x.device), next_power_of_2(hidden)
+    facts = device_facts(x.device)
+    block = next_power_of_2(hidden)
     config = affine_forward_rows(hidden, n_rows, facts.multiprocessors)
     x, x_stride = as_rows(x)
-    weight, bias = contiguous_rows(weight), contiguous_rows(bias)
+    weight = contiguous_rows(weight)
+    bias = contiguous_rows(bias)
     if n_rows:
         programs = cdiv(n_rows, config.rows)
         if config.programs:
@@ -121,7 +125,8 @@ def _launch_forward(
 
 
 def _new_gradients(dy, x, weight, mean, rstd, need_sums, bias_dtype):
-    weight_dtype, sums = bias_dtype if weight is None else weight.dtype, x.shape[-1] if need_sums else 0
+    weight_dtype = bias_dtype if weight is None else weight.dtype
+    sums = x.shape[-1] if need_sums else 0
     return x.new_empty(x.shape), x.new_empty(sums, dtype=weight_dtype), x.new_empty(sums, dtype=bias_dtype)
 
 
@@ -137,8 +142,10 @@ def _launch_backward(
     # returns dx, and the gradients of weight and bias (empty where not needed), of a missing weight too
     dx, dweight, dbias = _new_gradients(dy, x, weight, mean, rstd, need_sums, bias_dtype)
     hidden = x.shape[-1]
-    facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config, block = two_sums_rows(hidden, low_precision), next_power_of_2(hidden)
+    facts = device_facts(x.device)
+    low_precision = x.element_size() == dy.element_size() == 2
+    config = two_sums_rows(hidden, low_precision)
+    block = next_power_of_2(hidden)
     tile_bytes = config.rows * block * (x.element_size() + dy.element_size())
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
@@ -279,7 +286,8 @@ class LayerNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.eps = hidden_size, eps
+        self.hidden_size = hidden_size
+        self.eps = eps
         has_bias = elementwise_affine and bias
         weight = torch.ones(hidden_size, device=device, dtype=dtype) if elementwise_affine else None
         self.weight = None if weight is None else torch.nn.Parameter(weight)

@@ -73,7 +73,8 @@ def _forward_kernel(
 ):
     """ROWS rows a program, or with LOOP every so many, so that weight and bias are read once a program."""
     cols = tl.arange(0, BLOCK_H)
-    weight, bias = 0.0, 0.0
+    weight = 0.0
+    bias = 0.0
     if LOOP:
         if HAS_WEIGHT:
             weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]

@@ -71,7 +71,9 @@ def launch_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward kernel; return y, the sum (empty without a residual) and 1/rms, fp32 [rows]."""
     y, total, rstd = _new_outputs(x, residual, weight, eps, form, dtype)
-    hidden, n_rows, residual_stride = x.shape[-1], rstd.shape[0], 0
+    hidden = x.shape[-1]
+    n_rows = rstd.shape[0]
+    residual_stride = 0
     x, x_stride = as_rows(x)
     weight = contiguous_rows(weight)
     if residual is not None:
@@ -120,8 +122,10 @@ def _launch_backward(
     # returns dx in x's dtype, dweight, and dx in another dtype (both empty where not needed)
     dx, dweight, other = _new_gradients(dy, dsum, x, weight, rstd, form, need_dweight, cast_dtype)
     hidden = x.shape[-1]
-    facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config, block = one_sum_rows(hidden, low_precision), next_power_of_2(hidden)
+    facts = device_facts(x.device)
+    low_precision = x.element_size() == dy.element_size() == 2
+    config = one_sum_rows(hidden, low_precision)
+    block = next_power_of_2(hidden)
     if hidden > 14_336 and not low_precision and facts.warp_size == 32:
         # 16 warps have no registers for it: 0.33 ms for 0.24
         config = config._replace(warps=32)
@@ -180,7 +184,8 @@ def _setup_context(ctx, inputs, output) -> None:
     x, residual, weight, _, form, _ = inputs
     _, total, rstd = output
     ctx.save_for_backward(x if residual is None else total, weight, rstd)
-    ctx.form, ctx.dtypes = form, (x.dtype, None if residual is None else residual.dtype)
+    ctx.form = form
+    ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
     ctx.set_materialize_grads(False)
 
 
@@ -191,7 +196,10 @@ def _backward(ctx, dy, dsum=None):
     if dy is None:
         if dsum is None:
             return None, None, None, None, None, None
-        dx, dweight, other = dsum, None, dsum  # only the sum was used
+        # only the sum was used
+        dx = dsum
+        dweight = None
+        other = dsum
     else:
         # the sum has the wider dtype of x and the residual, and mostly one of them the narrower
         cast_dtype = next((d for d in (dtype, residual_dtype) if d not in (None, x.dtype)), None)
@@ -232,7 +240,8 @@ def _norm_op(name: str, results: int) -> KernelOp:
     return KernelOp(name, launch_norm, _new_outputs, **gradient, check=check_norm, results=results)
 
 
-_forward_op, _add_forward_op = _norm_op("rms_norm_forward", 1), _norm_op("add_rms_norm_forward", 2)
+_forward_op = _norm_op("rms_norm_forward", 1)
+_add_forward_op = _norm_op("add_rms_norm_forward", 2)
 
 
 class _NormAndInput(torch.autograd.Function):
@@ -360,7 +369,8 @@ class RMSNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.form = eps, form
+        self.eps = eps
+        self.form = form
         initial = torch.zeros if form == "gemma" else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, device=device, dtype=dtype))
 

@@ -31,7 +31,8 @@ def reference_rope(
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]
-        turned, rest = x[..., :width], x[..., width:]
+        turned = x[..., :width]
+        rest = x[..., width:]
         first, second = turned.chunk(2, -1)
         turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
         return torch.cat((turned.to(x.dtype), rest), -1)
@@ -177,7 +178,8 @@ class RopeConfig(NamedTuple):
 def rope_config(q_heads: int, k_heads: int, half: int) -> RopeConfig:
     """Return heads a program and warps: at most 4,096 pairs at once, 16 pairs a thread."""
     most = max(4096 // next_power_of_2(half), 1)
-    block_q, block_k = min(next_power_of_2(q_heads), most), min(next_power_of_2(k_heads), most)
+    block_q = min(next_power_of_2(q_heads), most)
+    block_k = min(next_power_of_2(k_heads), most)
     return RopeConfig(block_q, block_k, warps=min(max(block_q * next_power_of_2(half) // 512, 1), 8))
 
 
@@ -191,7 +193,8 @@ def _rotate(
     backward: bool,
 ) -> None:
     batch, q_heads, tokens, dim = q.shape
-    k_heads, half = k.shape[1], cos.shape[-1] // 2
+    k_heads = k.shape[1]
+    half = cos.shape[-1] // 2
     if batch * tokens == 0:
         return
     config = rope_config(q_heads, k_heads, half)

@@ -123,12 +123,14 @@ def as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     if tensor.is_contiguous():
         return tensor, columns
     if tensor.stride(-1) == 1 or columns == 1:
-        distance, expected = None, 0
+        distance = None
+        expected = 0
         for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
             if size == 1:
                 continue
             if distance is None:
-                distance, expected = stride, stride
+                distance = stride
+                expected = stride
             if stride != expected:
                 break
             expected *= size

@@ -41,7 +41,8 @@ def reference_state_distance(
         if metric == "mse":
             total = total + (s - t).square().mean(-1)
         else:
-            s, t = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12) for x in (s, t))
+            s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-12)
+            t = t / torch.linalg.vector_norm(t, dim=-1, keepdim=True).clamp_min(1e-12)
             total = total + (1 - (s * t).sum(-1))
     return total
 
@@ -52,7 +53,8 @@ def _rows_of(table_ptr, place, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     ptr = tl.load(table_ptr + place).to(tl.pointer_type(DTYPE))
     stride = tl.load(table_ptr + place + 1)
     if ALIGNED:
-        ptr, stride = tl.multiple_of(ptr, 16), tl.multiple_of(stride, 16)
+        ptr = tl.multiple_of(ptr, 16)
+        stride = tl.multiple_of(stride, 16)
     return ptr + row * stride
 
 
@@ -131,7 +133,9 @@ def _launch(
 ) -> torch.Tensor:
     """Return the distances, fp32 [M]; with their upstream gradient, that of the student's states, [P, N, H]."""
     student, teacher = [list(map(contiguous_rows, states)) for states in (student, teacher)]
-    rows, (first, other), width = contiguous_rows(rows), (student[0], teacher[0]), student[0].shape[1]
+    rows = contiguous_rows(rows)
+    first, other = (student[0], teacher[0])
+    width = student[0].shape[1]
     shape, dtype = (rows.shape, torch.float32) if upstream is None else ((len(student), *first.shape), first.dtype)
     make = torch.empty if upstream is None or len(rows) == len(first) else torch.zeros
     out = make(shape, dtype=dtype, device=first.device)
@@ -142,7 +146,8 @@ def _launch(
     addresses = torch.tensor(table)
     if first.is_cuda:
         addresses = addresses.pin_memory().to(first.device, non_blocking=True)  # without a host sync
-    given, block = out if upstream is None else upstream, min(next_power_of_2(width), TILE)
+    given = out if upstream is None else upstream
+    block = min(next_power_of_2(width), TILE)
     launch(
         _distance_kernel,
         (cdiv(len(rows), TILE // block),),
@@ -171,7 +176,9 @@ class _Distance(torch.autograd.Function):
         ctx: Any, teacher: list[torch.Tensor], rows: torch.Tensor, constants: dict[str, bool], *student: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, *student)
-        ctx.teacher, ctx.constants = teacher, constants  # inference tensors cannot be saved
+        # inference tensors cannot be saved
+        ctx.teacher = teacher
+        ctx.constants = constants
         return _launch(student, teacher, rows, constants)
 
     @staticmethod

@@ -21,7 +21,9 @@ from distill_kernels.operands import has_aligned_rows
 
 PLAIN_GROUPS = 4  # more are summed in scaled fp16
 
-LARGE_TILE, SMALL_TILE = (128, 256, 64), (128, 128, 32)  # blocks of M, N, K; for 227 and 99 KiB of shared memory
+# blocks of M, N, K; for 227 and 99 KiB of shared memory
+LARGE_TILE = (128, 256, 64)
+SMALL_TILE = (128, 128, 32)
 
 
 @triton.jit
@@ -123,7 +125,8 @@ def add_transposed_matmul_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) ->
     facts = device_facts(c.device)
     if not (facts.tma and all(map(has_aligned_rows, (a, b, c)))):
         return c.addmm_(a.t(), b)
-    (k, m), n = a.shape, b.shape[1]
+    k, m = a.shape
+    n = b.shape[1]
     (block_m, block_n, block_k), programs = _tile_and_programs(c)
     _accumulate_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [block_k, block_m]),
@@ -169,7 +172,9 @@ class WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, vocab: int, groups: int, *, fp32: bool) -> None:
-        self.weight, self.vocab, self.groups = weight, vocab, groups
+        self.weight = weight
+        self.vocab = vocab
+        self.groups = groups
         self.fp32 = fp32 or weight.dtype == torch.float32
         self.total: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
@@ -177,7 +182,8 @@ class WeightGradient:
 
     def add(self, gradients: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add `gradients^T hidden` of one group of n rows, [n, V] and [n, H] of one dtype."""
-        first, self.done = self.total is None, self.done + 1
+        first = self.total is None
+        self.done = self.done + 1
         if self.total is None:
             dtype = torch.float32 if self.fp32 else self.weight.dtype
             self.total = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
@@ -207,7 +213,8 @@ def _add_scaled(
     c: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first: bool, last: bool
 ) -> None:
     """Add a group's `a^T b` to the sum in the memory of `c` [M, N], whose own dtype the last group gives it."""
-    (k, m), n = a.shape, b.shape[1]
+    k, m = a.shape
+    n = b.shape[1]
     (block_m, block_n, block_k), programs = _tile_and_programs(c)
     halves = [block_m, block_n // 2]
     _scaled_accumulate_kernel[(programs,)](

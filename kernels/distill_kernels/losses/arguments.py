@@ -185,7 +185,8 @@ def unpack_lora(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | 
 def _check_lora(inputs: Inputs) -> None:
     a, b, _ = unpack_lora(inputs.student_lora)
     if a is not None and b is not None:
-        width, columns = inputs.student_hidden.shape[-1], inputs.student_weight.shape[0]
+        width = inputs.student_hidden.shape[-1]
+        columns = inputs.student_weight.shape[0]
         fits = a.dim() == 2 and a.shape[1] == width and b.shape == (columns, a.shape[0])
         expected = f"A [r, {width}] and B [{columns}, r]"
         expect(fits, "student_lora", expected, f"A {list(a.shape)} and B {list(b.shape)}")

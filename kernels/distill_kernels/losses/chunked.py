@@ -72,7 +72,8 @@ def run_chunks(
         rows: rows of a chunk.
     """
     sums = HeadGradients(student, required, vocab, torch.float64 if dtype == torch.float64 else torch.float32)
-    hidden, n = student.hidden, student.hidden.shape[0]
+    hidden = student.hidden
+    n = student.hidden.shape[0]
     student = student.cut(vocab, dtype)
     loss = batch.row_scale.new_zeros(n)
     count = n if batch.rows is None else batch.rows.numel()
@@ -125,7 +126,9 @@ class ChunkedLoss(nn.Module):
     ) -> None:
         super().__init__()
         expect(reduction in ("mean", "sum"), "reduction", "mean or sum", repr(reduction))
-        self.fn, self.ignore_index, self.reduction = fn, ignore_index, reduction
+        self.fn = fn
+        self.ignore_index = ignore_index
+        self.reduction = reduction
         self.workspace = workspace_bytes(max_workspace_mib)
 
     def forward(
@@ -190,7 +193,8 @@ class ChunkedLoss(nn.Module):
 
         def row_loss(raw: torch.Tensor, rows: Rows, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
             other = None if teacher is None else raw_logits(teacher, teacher.hidden[rows].to(teacher.weight.dtype))
-            targets, factor = None if labels is None else labels[rows], scale[rows]
+            targets = None if labels is None else labels[rows]
+            factor = scale[rows]
             with torch.set_grad_enabled(with_gradient):
                 logits = raw.requires_grad_(with_gradient)
                 losses = self.fn(logits, other, targets)

@@ -153,7 +153,8 @@ def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, objective: Objective, sha
     if not objective.stable_top:
         return plain
     top = p_s > 0.5
-    rest_g, rest_p = (_sum_over_ranks(x.masked_fill(top, 0.0).sum(-1, keepdim=True), shard) for x in (g, p_s))
+    rest_g = _sum_over_ranks(g.masked_fill(top, 0.0).sum(-1, keepdim=True), shard)
+    rest_p = _sum_over_ranks(p_s.masked_fill(top, 0.0).sum(-1, keepdim=True), shard)
     return torch.where(top, g * rest_p - p_s * rest_g, plain)
 
 
@@ -226,7 +227,8 @@ def reference_rows(
         objective: terms of the loss and its settings.
         request: labels and scales of the rows, and the outputs to compute.
     """
-    shard, with_gradient = request.shard, request.with_gradient
+    shard = request.shard
+    with_gradient = request.with_gradient
     n, vocab = student_raw.shape
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
     z_teacher = None
@@ -242,7 +244,8 @@ def reference_rows(
         log_s = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z, shard)
         log_t = log_softmax(z_teacher / objective.temperature if objective.temperature != 1.0 else z_teacher, shard)
         log_p1 = log_s if objective.temperature == 1.0 else None
-        p_s, p_t = log_s.exp(), log_t.exp()
+        p_s = log_s.exp()
+        p_t = log_t.exp()
         for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
             loss += weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
@@ -286,7 +289,8 @@ def reference_stats(
         o: the loss, whose divergences are reported.
         request: labels, scales and shard.
     """
-    targets, shard = request.targets, request.shard
+    targets = request.targets
+    shard = request.shard
     zeros = z.new_zeros(z.shape[0])
     log_s = log_softmax(z, shard)
     p_s = log_s.exp()
@@ -301,7 +305,8 @@ def reference_stats(
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
             divergence = divergence + weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
         teacher_entropy = -_sum_over_ranks(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)
-        student_top, teacher_top = z == _row_maximum(z, shard), z_teacher == _row_maximum(z_teacher, shard)
+        student_top = z == _row_maximum(z, shard)
+        teacher_top = z_teacher == _row_maximum(z_teacher, shard)
         # a top token of both models counts 1, of one model 2: the sum is 1 only for one shared, untied top token
         top_count = (student_top | teacher_top).sum(-1) + (student_top ^ teacher_top).sum(-1)
         agreement = _sum_over_ranks(top_count.to(z.dtype), shard) == 1

@@ -110,7 +110,8 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
         ValueError: as the module, naming the field.
     """
     own = {f"student_{name}" if name in STUDENT_SETTINGS else name: value for name, value in named.items()}
-    if unknown := own.keys() & {"reduction", "num_items", "token_weights", "return_stats", "label_smoothing", "z_loss"}:
+    unknown = own.keys() & {"reduction", "num_items", "token_weights", "return_stats", "label_smoothing", "z_loss"}
+    if unknown:
         raise ValueError(f"{min(unknown)}: log-probabilities are neither summed, weighted nor smoothed")
     return -_call(FusedCrossEntropyLoss, (hidden, weight, labels), {**own, "reduction": "none"})  # type: ignore[operator]
 

@@ -84,8 +84,12 @@ def fused_linear_divergence(
 
     `descriptors=False` uses cuBLAS GEMMs and the reduction kernel, as devices without TMA do.
     """
-    head, batch = student, batch.contiguous()  # as the caller holds them; `student` becomes cut and cast
-    hidden, n, temperature = head.hidden, head.hidden.shape[0], objective.temperature
+    # as the caller holds them; `student` becomes cut and cast
+    head = student
+    batch = batch.contiguous()
+    hidden = head.hidden
+    n = head.hidden.shape[0]
+    temperature = objective.temperature
     device = hidden.device
     student = student.cut(vocab, dtype)
     teacher = None if teacher is None else teacher.cut(vocab, dtype)
@@ -121,7 +125,8 @@ def fused_linear_divergence(
     loss_and_stats = allocate(
         (1 + (len(TokenStats._fields) if required.stats else 0), n), dtype=torch.float32, device=device
     )
-    loss, stats = loss_and_stats[0], loss_and_stats[1:] if required.stats else None
+    loss = loss_and_stats[0]
+    stats = loss_and_stats[1:] if required.stats else None
     d_hidden = allocate(hidden.shape, dtype=hidden.dtype, device=device) if required.hidden else None
     d_bias = torch.zeros(vocab, dtype=torch.float32, device=device) if required.bias else None
     d_a, d_b = (
@@ -215,7 +220,8 @@ def fused_linear_divergence(
                 rows=rows,
                 temperature=temperature,
             )
-            teacher_logits, row_loss = None, functools.partial(launch_top_k_row_loss, top=top)
+            teacher_logits = None
+            row_loss = functools.partial(launch_top_k_row_loss, top=top)
         elif batch.policy is not None:
             chunk_head = student._replace(hidden=select_rows(hidden, start, stop))
             row_loss = functools.partial(

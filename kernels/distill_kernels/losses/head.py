@@ -108,7 +108,8 @@ def head_loss(
             raise ValueError("teacher_hidden: expected the teacher's hidden states beside teacher_head, got None")
 
         def both(teacher_hidden: torch.Tensor) -> Any:
-            weight, bias = teacher_head.weight, getattr(teacher_head, "bias", None)
+            weight = teacher_head.weight
+            bias = getattr(teacher_head, "bias", None)
             return with_student(hidden, teacher_hidden=teacher_hidden, teacher_weight=weight, teacher_bias=bias)
 
         return call_inside(teacher_head, both, teacher_hidden)

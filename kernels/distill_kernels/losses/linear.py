@@ -146,7 +146,8 @@ def reference_linear_divergence(
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     sums = HeadGradients(student, required, vocab, accumulate_dtype, shard)
-    hidden, n = student.hidden, student.hidden.shape[0]
+    hidden = student.hidden
+    n = student.hidden.shape[0]
     student = student.cut(vocab, accumulate_dtype)
     teacher = None if teacher is None else teacher.cut(vocab, accumulate_dtype)
     elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * accumulate_dtype.itemsize)
@@ -203,10 +204,14 @@ class HeadGradients:
         def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
             return torch.zeros_like(tensor, dtype=accumulate_dtype) if want and tensor is not None else None
 
-        self.original, self.vocab, self.shard = original, vocab, shard
+        self.original = original
+        self.vocab = vocab
+        self.shard = shard
         self.hidden = original.hidden.new_zeros(original.hidden.shape) if required.hidden else None
-        self.weight, self.bias = zeros(original.weight, required.weight), zeros(original.bias, required.bias)
-        self.lora_a, self.lora_b = zeros(original.lora_a, required.lora_a), zeros(original.lora_b, required.lora_b)
+        self.weight = zeros(original.weight, required.weight)
+        self.bias = zeros(original.bias, required.bias)
+        self.lora_a = zeros(original.lora_a, required.lora_a)
+        self.lora_b = zeros(original.lora_b, required.lora_b)
 
     def add(self, head: Head, x: torch.Tensor, gradient: torch.Tensor, here: slice | torch.Tensor) -> None:
         """Add the gradients that follow from the gradient [n, V] of the logits of `x` [n, H].

@@ -326,8 +326,10 @@ def reference_logit_rows(
         objective: terms of the loss and its settings.
         gradient: filled with the gradient for `student`, of its shape; may be its memory. None: no gradient.
     """
-    vocab, accumulate_dtype = student.shape[-1], row_scale.dtype
-    flat, loss = student.reshape(-1, vocab), row_scale.new_empty(row_scale.shape)
+    vocab = student.shape[-1]
+    accumulate_dtype = row_scale.dtype
+    flat = student.reshape(-1, vocab)
+    loss = row_scale.new_empty(row_scale.shape)
     flat_teacher = None if teacher is None else teacher.reshape(-1, vocab)
     made = None if gradient is None else torch.empty_like(flat)
     chunk = max(REFERENCE_CHUNK_ELEMENTS // vocab, 1)

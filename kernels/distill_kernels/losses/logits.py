@@ -73,7 +73,8 @@ class _LogitLoss(torch.autograd.Function):
         loss = logit_rows(student.detach(), teacher, labels, row_scale, objective, gradient)
         if required and in_place:
             torch.autograd.graph.increment_version(student)
-        ctx.gradient, ctx.per_row = gradient, per_row
+        ctx.gradient = gradient
+        ctx.per_row = per_row
         return loss if per_row else loss.sum()
 
     @staticmethod
@@ -81,7 +82,8 @@ class _LogitLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         if ctx.gradient is None:
             raise RuntimeError(SECOND_BACKWARD)
-        gradient, ctx.gradient = ctx.gradient, None
+        gradient = ctx.gradient
+        ctx.gradient = None
         if ctx.per_row:
             return gradient.mul_(upstream.view(*gradient.shape[:2], 1)), None
         return scale_gradient_(gradient, upstream), None
@@ -179,7 +181,8 @@ def distillation_loss(
     token_weights = None if token_weights is None else token_weights.detach().reshape(-1)
     required = student_logits.requires_grad and torch.is_grad_enabled()
     if in_place:
-        sizes, steps = student_logits.shape, student_logits.stride()
+        sizes = student_logits.shape
+        steps = student_logits.stride()
         shared = any(size > 1 and step == 0 for size, step in zip(sizes, steps, strict=True))
         free = not (student_logits.is_leaf and required) and student_logits.stride(-1) == 1 and not shared
         expected = "student_logits computed by an operation, its last dimension contiguous, no row expanded"

@@ -142,11 +142,13 @@ def reference_mixture_rows(
         transform_logits(project(head, head.hidden[here].to(student_raw.dtype)), scale, softcap)
         for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
     ]
-    objective, shard = objective._replace(teacher_scale=1.0, teacher_softcap=0.0), request.shard
+    objective = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
+    shard = request.shard
     mixed = mixed_logits(logits, mixture.shares, objective.temperature, shard)
     if not request.with_stats or objective.temperature == 1.0:
         return reference_rows(student_raw, mixed, objective, request)
     at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0, shard)
-    only_stats, no_stats = request._replace(with_gradient=False), request._replace(with_stats=False)
+    only_stats = request._replace(with_gradient=False)
+    no_stats = request._replace(with_stats=False)
     stats = reference_rows(student_raw.clone(), at_temperature_1, objective, only_stats).stats
     return reference_rows(student_raw, mixed, objective, no_stats)._replace(stats=stats)

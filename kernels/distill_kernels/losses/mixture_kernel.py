@@ -95,7 +95,8 @@ def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float,
     n, vocab = mixed.values.shape
     tiles = cdiv(vocab, TILE)
     # apart from what is read: programs may still be reading the old ones
-    shift, total = torch.empty_like(mixed.shift), torch.empty_like(mixed.total)
+    shift = torch.empty_like(mixed.shift)
+    total = torch.empty_like(mixed.total)
     if n:
         flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
         norms = join_normalisers(shard.ranks.all_gather(row_normalisers(mixed, other, temperature, **flags)))[1::3]
@@ -146,10 +147,13 @@ class TeacherMixer:
         shard: VocabShard,
     ) -> None:
         self.shard = shard
-        self.mixture, self.temperature, self.descriptors = mixture, temperature, descriptors
+        self.mixture = mixture
+        self.temperature = temperature
+        self.descriptors = descriptors
         self.at_temperature_1 = at_temperature_1 and temperature != 1.0
         device = mixture.heads[0].hidden.device
-        width, tiles = cdiv(vocab, 64) * 64, cdiv(vocab, TILE)
+        width = cdiv(vocab, 64) * 64
+        tiles = cdiv(vocab, TILE)
         self.values = torch.empty(1 + self.at_temperature_1, chunk_rows, width, dtype=dtype, device=device)[..., :vocab]
         self.numbers = torch.empty(3, chunk_rows, tiles, dtype=torch.float32, device=device)
 
@@ -162,7 +166,8 @@ class TeacherMixer:
             The mixture at the temperature, and a separate one at temperature 1 where it is needed, else None.
         """
         n = out.values.shape[0]
-        mixed, hard = out, None
+        mixed = out
+        hard = None
         seen = 0.0
         for number, (head, share, scale, softcap) in enumerate(zip(*self.mixture, strict=True)):
             transform = Transform(scale, softcap, self.temperature, self.at_temperature_1)

@@ -92,7 +92,8 @@ class Batch(NamedTuple):
         top = self.top
         if top is not None:
             top = top._replace(ids=contiguous_rows(top.ids), logprobs=contiguous_rows(top.logprobs))
-        labels, rows = contiguous_rows(self.labels), contiguous_rows(self.rows)
+        labels = contiguous_rows(self.labels)
+        rows = contiguous_rows(self.rows)
         policy = None if self.policy is None else self.policy.contiguous()
         scale = contiguous_rows(self.row_scale)
         return self._replace(labels=labels, row_scale=scale, rows=rows, top=top, policy=policy)

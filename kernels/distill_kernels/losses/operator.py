@@ -102,7 +102,10 @@ def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, s
 
 @linear_divergence_op.register_fake
 def _(*inputs):
-    students, row_scale, per_row, required = inputs[:5], inputs[9], inputs[19], inputs[20]
+    students = inputs[:5]
+    row_scale = inputs[9]
+    per_row = inputs[19]
+    required = inputs[20]
     n = row_scale.shape[0]
     stats = row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32)
     gradients = (
@@ -115,8 +118,12 @@ def _(*inputs):
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings, ctx.required, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[26:30], len(inputs[5])
-    ctx.per_row, ctx.recompute = inputs[19], inputs[19] and not inputs[20][0]
+    ctx.settings = inputs[11:20]
+    ctx.required = inputs[20]
+    ctx.text = inputs[26:30]
+    ctx.teachers = len(inputs[5])
+    ctx.per_row = inputs[19]
+    ctx.recompute = inputs[19] and not inputs[20][0]
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
     recompute = (*inputs[:5], *inputs[8:11], *inputs[21:26], *inputs[5], *inputs[6], *inputs[7])
     ctx.save_for_backward(*(recompute if ctx.recompute else output[2:]))
@@ -131,9 +138,9 @@ def _no_gradient(given: Any) -> Any:
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     if ctx.recompute:
         count = ctx.teachers
-        students, (labels, row_scale, valid_rows), tokens = (
-            ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 13))
-        )
+        students = ctx.saved_tensors[0:5]
+        labels, row_scale, valid_rows = ctx.saved_tensors[5:8]
+        tokens = ctx.saved_tensors[8:13]
         teachers = [list(ctx.saved_tensors[13 + count * part :][:count]) for part in range(3)]
         required = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
@@ -143,7 +150,9 @@ def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
             *students, *teachers, labels, scale, valid_rows, *settings, required, *tokens, *ctx.text
         )[2:]
     else:
-        required, made, factor = ctx.required, ctx.saved_tensors, upstream[0][:, None] if ctx.per_row else upstream[0]
+        required = ctx.required
+        made = ctx.saved_tensors
+        factor = upstream[0][:, None] if ctx.per_row else upstream[0]
     gradients = [
         _scale_and_round(gradient, factor) if want else None for gradient, want in zip(made, required, strict=False)
     ]
@@ -174,7 +183,8 @@ class _FusedLoss(torch.autograd.Function):
             ctx.recompute = (teacher, batch._replace(lse=output.lse), objective, required, settings, lora_scale)
             ctx.versions = _versions(teacher, batch)
         else:
-            ctx.gradients, ctx.per_row = output.gradients, per_row
+            ctx.gradients = output.gradients
+            ctx.per_row = per_row
         loss = non_view_output(output.loss) if per_row else output.loss.sum()
         stats = None if output.stats is None else torch.stack(output.stats)
         if stats is not None:
@@ -290,7 +300,8 @@ def fused_loss(
         teacher_heads = [_detached(teacher.hidden, teacher.weight, teacher.bias) for teacher in counted]
     elif inputs.teacher_hidden is not None and inputs.teacher_weight is not None:
         teacher_heads = [_detached(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)]
-    hidden, valid_rows = inputs.student_hidden.flatten(0, -2), inputs.valid_rows
+    hidden = inputs.student_hidden.flatten(0, -2)
+    valid_rows = inputs.valid_rows
     labels = None if inputs.labels is None else inputs.labels.flatten()
     weights = None if inputs.token_weights is None else inputs.token_weights.detach().flatten()
     scale = row_scales(

@@ -278,7 +278,9 @@ def launch_policy_row_loss(
     `teacher` is None; `policy` holds all tokens, as the labels do; `head` has the hidden states of the n rows.
     """
     assert teacher is None and call.labels is not None
-    settings, shard, gradient = policy.settings, call.shard, call.gradient
+    settings = policy.settings
+    shard = call.shard
+    gradient = call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
@@ -286,7 +288,8 @@ def launch_policy_row_loss(
     norms = row_normalisers(student, student, objective.temperature, **tempered)
     lse = join_normalisers(shard.ranks.all_gather(norms))[1]
     parts = torch.zeros(2, n, dtype=torch.float32, device=call.loss.device)
-    tiles, entropy = cdiv(vocab, TILE), settings.entropy_weight != 0.0
+    tiles = cdiv(vocab, TILE)
+    entropy = settings.entropy_weight != 0.0
     out = student.values if gradient is None else gradient
     if vocab:
         low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())

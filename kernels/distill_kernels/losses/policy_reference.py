@@ -116,9 +116,11 @@ def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.T
     if reference is not None and settings.kl_weight and settings.kl_estimator != "reward":
         d = reference - log_p
         if settings.kl_estimator == "k2":
-            loss, slope = loss + settings.kl_weight * 0.5 * d.square(), slope - settings.kl_weight * d
+            loss = loss + settings.kl_weight * 0.5 * d.square()
+            slope = slope - settings.kl_weight * d
         else:
-            loss, slope = loss + settings.kl_weight * (d.expm1() - d), slope - settings.kl_weight * d.expm1()
+            loss = loss + settings.kl_weight * (d.expm1() - d)
+            slope = slope - settings.kl_weight * d.expm1()
     return loss, slope
 
 
@@ -135,12 +137,14 @@ def reference_policy_rows(
     The labels are the tokens and `teacher_raw` is None. Statistics are at the loss's temperature: cross_entropy,
     student_entropy and student_label_logprob; with a reference also teacher_label_logprob, and k3 as the divergence.
     """
-    targets, shard = request.targets, request.shard
+    targets = request.targets
+    shard = request.shard
     assert teacher_raw is None and targets is not None
     settings = policy.settings
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
     all_log_p = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z, shard)
-    log_p, p = _at_labels(all_log_p, targets, shard), all_log_p.exp()
+    log_p = _at_labels(all_log_p, targets, shard)
+    p = all_log_p.exp()
     loss, slope = reference_policy_terms(log_p, policy)
     entropy = log_p.new_zeros(log_p.shape)
     products = None
@@ -157,8 +161,10 @@ def reference_policy_rows(
         request.finish_gradient_(gradient, z, objective, objective.temperature)
     stats = None
     if request.with_stats:
-        zeros, reference = torch.zeros_like(log_p), policy.reference_logprobs
-        divergence, reference = zeros, zeros if reference is None else reference.to(log_p.dtype)
+        zeros = torch.zeros_like(log_p)
+        reference = policy.reference_logprobs
+        divergence = zeros
+        reference = zeros if reference is None else reference.to(log_p.dtype)
         if policy.reference_logprobs is not None:
             divergence = (reference - log_p).expm1() - (reference - log_p)
         stats = request.stats(divergence, -log_p, entropy, zeros, zeros, log_p, reference)

@@ -120,7 +120,8 @@ def project(
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return
-    candidate, launch = CUBLAS, functools.partial(_project, head, hidden, out, transform, hard)
+    candidate = CUBLAS
+    launch = functools.partial(_project, head, hidden, out, transform, hard)
     facts = device_facts(hidden.device)
     # gradients stored through pointers would not keep to their registers
     if descriptors and fits_fused_projection(head, hidden) and (hard is None or facts.tma):
@@ -203,7 +204,8 @@ def _project_fused(
     hard: HardLabelRows | None,
     candidate: MatmulTile,
 ) -> None:
-    (n, depth), vocab = hidden.shape, out.values.shape[1]
+    n, depth = hidden.shape
+    vocab = out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
     programs = min(facts.multiprocessors, cdiv(n, candidate.rows) * tiles)

@@ -37,7 +37,9 @@ from distill_kernels.losses.shards import join_normalisers
 from distill_kernels.losses.terms import Objective
 
 MOST_THREADS = 1024  # of a program
-ONE_SWEEP, TWO_SWEEPS = 8, 32  # tiles of a step, and warps; with 32, one row a multiprocessor at a time
+# tiles of a step, and warps; with 32, one row a multiprocessor at a time
+ONE_SWEEP = 8
+TWO_SWEEPS = 32
 
 
 @triton.jit
@@ -365,7 +367,8 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
     }
     norms = join_normalisers(shard.ranks.all_gather(row_normalisers(student, other, objective.temperature, **flags)))
     # Without a gradient nothing is stored, and the kernel gets any valid pointer.
-    out, sums = student.values if call.gradient is None else call.gradient, None
+    out = student.values if call.gradient is None else call.gradient
+    sums = None
     subtract_sum = call.gradient is not None and objective.subtract_sum
 
     def launch(*, only_sums: bool = False) -> None:

@@ -112,7 +112,9 @@ class _LocalRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks, spans: Spans) -> torch.Tensor:
-        ctx.shape, ctx.ranks, ctx.spans = whole.shape, ranks, spans
+        ctx.shape = whole.shape
+        ctx.ranks = ranks
+        ctx.spans = spans
         return whole[slice(*spans[ranks.index])]
 
     @staticmethod
@@ -188,7 +190,8 @@ def _row_counts(weight: torch.Tensor, group_name: str) -> list[int]:
 
     Under torch.compile the exchange happens while tracing, which all ranks do at the same call.
     """
-    group, known = process_group_by_name(group_name), _counts.get(weight)
+    group = process_group_by_name(group_name)
+    known = _counts.get(weight)
     if known is None or known[0] is not group:  # a later group may have an earlier one's name
         own = torch.tensor([weight.shape[0]], device=weight.device)
         known = _counts[weight] = group, Ranks(group).all_gather(own).flatten().tolist()

@@ -38,7 +38,8 @@ class Ranks:
         import torch.distributed as dist
 
         self.group = group
-        self.index, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.index = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all ranks' tensors of one shape, [ranks, *shape]."""
@@ -79,7 +80,8 @@ class SingleRank(Ranks):
     """Collectives of a single process that holds the whole vocabulary: no communication."""
 
     def __init__(self) -> None:
-        self.index, self.size = 0, 1
+        self.index = 0
+        self.size = 1
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[None]

@@ -201,7 +201,8 @@ def make_objective(
             raise ValueError(f"terms[{index}].type: expected one of {', '.join(known)}, got {term.type!r}")
         weight = _check_range(f"terms[{index}].weight", term.weight, 0.0)
         for name in ("beta", "alpha"):
-            given, takes = getattr(term, name), with_parameter(name)
+            given = getattr(term, name)
+            takes = with_parameter(name)
             if given is not None and term.type not in takes:
                 expected = f"None, since only {' and '.join(takes)} have it"
                 raise ValueError(f"terms[{index}].{name}: expected {expected}, got {given!r} for {term.type}")

@@ -187,7 +187,8 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
             scale_by_temperature_squared,
             **settings,  # type: ignore[arg-type]
         )
-        self.k, self.tail = int(k), tail
+        self.k = int(k)
+        self.tail = tail
 
     def forward(  # type: ignore[override]
         self,

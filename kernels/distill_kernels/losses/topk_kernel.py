@@ -250,12 +250,14 @@ def launch_top_k_row_loss(
     `teacher` is None; `top` holds all tokens, as the labels do, with ids of the whole vocabulary. Overwrites
     `student.values` even without a gradient.
     """
-    shard, gradient = call.shard, call.gradient
+    shard = call.shard
+    gradient = call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
     assert teacher is None
-    tiles, k = cdiv(vocab, TILE), top.ids.shape[1]
+    tiles = cdiv(vocab, TILE)
+    k = top.ids.shape[1]
     out = student.values if gradient is None else gradient
     ids, given, tail, rest = top
     bucket = tail == "bucket"

@@ -144,7 +144,8 @@ def outcome_log_probs(
         The student's and the teacher's, [n, K + 1] (the tail last) or [n, K]; and the student's distribution over the
         other tokens, [n, V], 0 at the K, or None without a tail.
     """
-    z_top, shard = columns_of_k.gather(scaled), columns_of_k.shard
+    z_top = columns_of_k.gather(scaled)
+    shard = columns_of_k.shard
     if top.tail == "renormalize":
         return torch.log_softmax(z_top, -1), torch.log_softmax(given, -1), None
     others = columns_of_k.add_(scaled.clone(), scaled.new_full((), -torch.inf))
@@ -172,8 +173,10 @@ def _over_outcomes(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return divergences over the outcomes, [n], and their gradient for the scaled logits, [n, V]."""
     log_s, log_t, rest = outcome_log_probs(scaled, columns_of_k, given, top)
-    p_s, p_t = log_s.exp(), log_t.exp()
-    loss, slope = scaled.new_zeros(scaled.shape[0]), torch.zeros_like(log_s)
+    p_s = log_s.exp()
+    p_t = log_t.exp()
+    loss = scaled.new_zeros(scaled.shape[0])
+    slope = torch.zeros_like(log_s)
     for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
         f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
         loss += weight * f.sum(-1).clamp_min(0)
@@ -193,7 +196,8 @@ def _over_samples(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the forward KL from sampled weights, [n], and its gradient for the scaled logits, [n, V]."""
     (weight,) = objective.weights
-    log_p, w = log_softmax(scaled, columns_of_k.shard), given.exp()
+    log_p = log_softmax(scaled, columns_of_k.shard)
+    w = given.exp()
     total = w.sum(-1, keepdim=True)
     f = torch.where(w > 0, w * (given - columns_of_k.gather(log_p)), 0.0)
     loss = weight * (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
@@ -219,7 +223,8 @@ def reference_top_k_rows(
     token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
-    shard, counted_rows = request.shard, request.counted
+    shard = request.shard
+    counted_rows = request.counted
     hard = objective._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
     result = reference_rows(student_raw, None, hard, request)
     if not objective.kinds:
@@ -240,7 +245,8 @@ def reference_top_k_rows(
     stats = result.stats
     if stats is not None:
         divergence = torch.where(counted_rows, soft * (objective.divergence_weights[0] / objective.weights[0]), 0.0)
-        highest, likeliest = _row_maximum(z, shard), given == given.amax(-1, keepdim=True)
+        highest = _row_maximum(z, shard)
+        likeliest = given == given.amax(-1, keepdim=True)
         both = (columns_of_k.gather(z) == highest) & likeliest
         alone = (_sum_over_ranks((z == highest).sum(-1).to(z.dtype), shard) == 1) & (likeliest.sum(-1) == 1)
         agreement = (both.any(-1) & alone & counted_rows).float()

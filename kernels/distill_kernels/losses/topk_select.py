@@ -253,7 +253,8 @@ def select_student_top_k(
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         temperature: T of the teacher's probabilities.
     """
-    (n, vocab), k = student.values.shape, out.ids.shape[1]
+    n, vocab = student.values.shape
+    k = out.ids.shape[1]
     if n == 0:
         return
     tiles = cdiv(vocab, TILE)

@@ -156,7 +156,8 @@ def join_top_k(
         at_temperature_1: the normaliser at T = 1 is needed, and T differs.
         block: tiles of one step of the sweep.
     """
-    (n, vocab), (ids, given, *_) = student.values.shape, teacher
+    n, vocab = student.values.shape
+    (ids, given, *_) = teacher
     k = ids.shape[1]
     norms = torch.full((NORMS, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)

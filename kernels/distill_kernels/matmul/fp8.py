@@ -260,7 +260,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight_scale", scale.flatten())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self._shared: SiblingOutputs[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._place, self._siblings = 0, 1
+        self._place = 0
+        self._siblings = 1
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Fp8Linear:
@@ -273,9 +274,12 @@ class Fp8Linear(nn.Module):
 
         An inference tensor must not be written to between these calls. A layer called twice starts afresh.
         """
-        layers, shared = list(layers), SiblingOutputs[tuple[torch.Tensor, torch.Tensor]]()
+        layers = list(layers)
+        shared = SiblingOutputs[tuple[torch.Tensor, torch.Tensor]]()
         for place, layer in enumerate(layers):
-            layer._shared, layer._place, layer._siblings = shared, place, len(layers)
+            layer._shared = shared
+            layer._place = place
+            layer._siblings = len(layers)
 
     def _quantize_for_all(self, x: torch.Tensor) -> tuple[dict[Hashable, tuple[torch.Tensor, torch.Tensor]], tuple[()]]:
         return dict.fromkeys(range(self._siblings), quantize_rows(x.reshape(-1, x.shape[-1]))), ()
@@ -314,14 +318,16 @@ class Fp8Linear(nn.Module):
         check_no_gradients(gate=gate, up=up)
         for part in (gate, up):
             _check(part)
-        flat, flat_up = (contiguous_rows(part.reshape(-1, part.shape[-1])) for part in (gate, up))
+        flat = contiguous_rows(gate.reshape(-1, gate.shape[-1]))
+        flat_up = contiguous_rows(up.reshape(-1, up.shape[-1]))
         quantized = _quantize_rows(flat, flat_up, activation)
         y = _product(*quantized, self.weight, self.weight_scale, self.bias, gate.dtype)
         return y.view(*gate.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
         """Move to a device, but keep fp8 and fp32 where a caller requests another dtype (`model.bfloat16()`)."""
-        weight, scale = self.weight, self.weight_scale
+        weight = self.weight
+        scale = self.weight_scale
         super()._apply(fn, recurse)
         if self.weight.dtype != weight.dtype:
             self.weight = weight.to(self.weight.device)
@@ -350,7 +356,8 @@ def swap_linears_for_fp8(model: nn.Module, keep: Iterable[str] = ("lm_head",)) -
     Raises:
         ValueError: If none was replaced.
     """
-    keep, replaced = tuple(keep), []
+    keep = tuple(keep)
+    replaced = []
     # no layer is named here: it would be kept, in 16 bits, until the last one is replaced
     parents = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is not None]
     for parent_name, parent in parents:

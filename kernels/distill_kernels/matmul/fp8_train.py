@@ -191,7 +191,8 @@ def by_columns(dy8: torch.Tensor, token: torch.Tensor, sw: torch.Tensor) -> Quan
         BLOCK_N=128,
         num_warps=4,
     )
-    out, scale = dy8.new_empty(columns, cdiv(rows, UNIT) * UNIT), torch.empty_like(sw)
+    out = dy8.new_empty(columns, cdiv(rows, UNIT) * UNIT)
+    scale = torch.empty_like(sw)
     _transpose(dy8.view(torch.uint8), out, "gradient", token, sw, largest, scale)
     return out, scale
 
@@ -204,7 +205,8 @@ def _ones(size: int, device: torch.device) -> torch.Tensor:
 
 def _product(a8: torch.Tensor, a_scale: torch.Tensor, b8: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     """[M, N] from [M, K] and [N, K], bf16; on the CPU fp32."""
-    a_scale, b_scale = a_scale.view(-1, 1), b_scale.view(1, -1)
+    a_scale = a_scale.view(-1, 1)
+    b_scale = b_scale.view(1, -1)
     if not a8.is_cuda:
         return (a8.float() @ b8.float().t()) * a_scale * b_scale
     return scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -254,7 +256,8 @@ class _Linears(torch.autograd.Function):
         outputs, sw = _forward(x8, sx, weights)
         trained = any(ctx.needs_input_grad[1:])
         ctx.save_for_backward(x8 if trained else None, sx, sw, *weights)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
         return tuple(y.to(x.dtype).view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
@@ -274,7 +277,8 @@ class _SwigluMlp(torch.autograd.Function):
         h8, sh = quantize([gate, up], "swiglu")
         (y,), sw_down = _forward(h8, sh, weights[2:])
         ctx.save_for_backward(x8, sx, sw, gate, up, h8, sh, sw_down, *weights)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
         return y.to(x.dtype).view(*x.shape[:-1], y.shape[1])
 
     @staticmethod

@@ -51,7 +51,8 @@ def _backward(
     g: torch.Tensor, x: Any, weight: Any, a: Any, b: Any, low: Any, scale: float, required: tuple[bool, bool, bool]
 ) -> tuple[Any, Any, Any]:
     """Return dx, dA and dB; None for those not `required`."""
-    rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    g = g.reshape(-1, g.shape[-1])
     d_low = (g @ b.to(g.dtype)).mul_(scale)
     dx = da = db = None
     if required[0]:
@@ -71,13 +72,15 @@ class _LoraLinear(torch.autograd.Function):
         x = parts[0] if function is None else function(*parts)
         out, low = _forward(x, weight, bias, a, b, scale)
         ctx.save_for_backward(weight, a, b, low, *parts)
-        ctx.function, ctx.scale = function, scale
+        ctx.function = function
+        ctx.scale = scale
         return non_view_output(out)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        need, (weight, a, b, low, *parts) = ctx.needs_input_grad, ctx.saved_tensors
+        need = ctx.needs_input_grad
+        (weight, a, b, low, *parts) = ctx.saved_tensors
         if ctx.function is None:
             dx, da, db = _backward(upstream, parts[0], weight, a, b, low, ctx.scale, (need[6], need[3], need[4]))
             return None, None, None, da, db, None, dx
@@ -107,12 +110,19 @@ class _LoraLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: Any, biases: Any, scales: Any, *adapters: torch.Tensor) -> Any:
-        count, rows = len(weights), x.reshape(-1, x.shape[-1])
-        ctx.sizes, ctx.count, ctx.rows, ctx.whole = [len(weight) for weight in weights], count, rows.shape[0], None
-        ctx.scales, ctx.dtypes, ctx.claimed = scales, [matrix.dtype for matrix in adapters], False
+        count = len(weights)
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.count = count
+        ctx.rows = rows.shape[0]
+        ctx.whole = None
+        ctx.scales = scales
+        ctx.dtypes = [matrix.dtype for matrix in adapters]
+        ctx.claimed = False
         with torch.autocast(x.device.type, enabled=False):
             cast = _cast_adapters(adapters, x.dtype)
-            a, ctx.ranks = torch.cat(cast[:count]), [len(matrix) for matrix in adapters[:count]]
+            a = torch.cat(cast[:count])
+            ctx.ranks = [len(matrix) for matrix in adapters[:count]]
             outputs, ctx.joined = products(x, weights, biases)
             lows = (
                 [_adapter_input(rows, a, scales[0])]
@@ -128,8 +138,12 @@ class _LoraLinears(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        (x, a, *more), need, count = ctx.saved_tensors, ctx.needs_input_grad, ctx.count
-        weights, bs, lows = more[:count], more[count : 2 * count], more[2 * count :]
+        (x, a, *more) = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        count = ctx.count
+        weights = more[:count]
+        bs = more[count : 2 * count]
+        lows = more[2 * count :]
         rows = x.reshape(-1, x.shape[-1])
         flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream)}
         whole = joined_gradient(ctx, flat)

@@ -67,7 +67,8 @@ def products(
 ) -> tuple[tuple[torch.Tensor, ...], bool]:
     """Return the outputs of all layers, and whether they are columns of one matrix (adjacent weights and biases)."""
     given = [bias for bias in biases if bias is not None]
-    weight, bias = adjacent_as_one(weights), adjacent_as_one(given) if len(given) == len(biases) else None
+    weight = adjacent_as_one(weights)
+    bias = adjacent_as_one(given) if len(given) == len(biases) else None
     if weight is None or (bias is None and given):
         return tuple(map(functools.partial(F.linear, x), weights, biases)), False
     return F.linear(x, weight, bias).split([len(part) for part in weights], -1), True
@@ -77,16 +78,22 @@ class _SharedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, biased: Sequence[int], x: torch.Tensor, *operands: torch.Tensor) -> Any:
         # cast here and not by autocast, whose cache would keep copies that were made without a graph
-        count, needed = len(operands) - len(biased), ctx.needs_input_grad[2:]
-        ctx.dtypes, ctx.count, ctx.biased = [x.dtype, *(t.dtype for t in operands)], count, biased
+        count = len(operands) - len(biased)
+        needed = ctx.needs_input_grad[2:]
+        ctx.dtypes = [x.dtype, *(t.dtype for t in operands)]
+        ctx.count = count
+        ctx.biased = biased
         x = x.to(dtype)
         parts = [operands] if adjacent_as_one(operands[:count]) is None else [operands[:count], operands[count:]]
         cast = [tensor for part in parts for tensor in _cast(part, dtype)]
-        weights, given = cast[:count], cast[count:]
+        weights = cast[:count]
+        given = cast[count:]
         ctx.set_materialize_grads(False)
         kept = weights if needed[0] else []
         ctx.save_for_backward(x if any(needed[1 : 1 + count]) else None, *kept)
-        ctx.sizes, ctx.rows, ctx.whole = [len(weight) for weight in weights], x.shape[:-1].numel(), None
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.rows = x.shape[:-1].numel()
+        ctx.whole = None
         ctx.claimed = False
         biases = dict(zip(biased, given, strict=True))
         outputs, ctx.joined = products(x, weights, [biases.get(place) for place in range(count)])
@@ -95,10 +102,13 @@ class _SharedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
-        (x, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (x, *weights) = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
         gradients: list[torch.Tensor | None] = [None] * len(needed)
         flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream) if g is not None}  # those in use
-        rows, dx, whole = None if x is None else x.reshape(-1, x.shape[-1]), None, joined_gradient(ctx, flat)
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        dx = None
+        whole = joined_gradient(ctx, flat)
         if weights and whole is not None and (weight := adjacent_as_one(weights)) is not None:
             dx = whole @ weight
         elif weights:
@@ -123,7 +133,8 @@ class _SharedLinear(torch.autograd.Function):
 
 def joined_gradient(ctx: Any, flat: dict[int, torch.Tensor]) -> torch.Tensor | None:
     """Return all upstream gradients as one matrix; None unless they were given slots in one."""
-    whole, ctx.whole = ctx.whole, None
+    whole = ctx.whole
+    ctx.whole = None
     if whole is None or len(flat) < ctx.count:
         return None
     for place, own in enumerate(whole.split(ctx.sizes, 1)):
@@ -141,8 +152,10 @@ class GradientSlots:
     """
 
     def __init__(self, node: Any, places: Sequence[int]) -> None:
-        self._node, self._places = node, places
-        self.sizes, self.width = [node.sizes[place] for place in places], sum(node.sizes)
+        self._node = node
+        self._places = places
+        self.sizes = [node.sizes[place] for place in places]
+        self.width = sum(node.sizes)
 
     def make(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Allocate the slots, each [N, O_i] with rows `width` apart, in the dtype of `like`."""

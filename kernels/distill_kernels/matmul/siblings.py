@@ -60,7 +60,8 @@ class SiblingOutputs(Generic[T]):
             self.drop()
             self._outputs, weights = made
             self._read = [(weight, weight._version) for weight in weights if not weight.is_inference()]
-            self._source, self._state = weakref.ref(x, self._forget), state
+            self._source = weakref.ref(x, self._forget)
+            self._state = state
         output = self._outputs.pop(layer)
         if not self._outputs:
             self.drop()
@@ -69,7 +70,9 @@ class SiblingOutputs(Generic[T]):
     def drop(self) -> None:
         """Drop the remaining outputs."""
         self.wasted = self.wasted or bool(self._outputs)
-        self._source, self._outputs, self._read = None, {}, []
+        self._source = None
+        self._outputs = {}
+        self._read = []
 
     def _forget(self, source: weakref.ref[torch.Tensor]) -> None:
         if source is self._source:  # a sibling was never called, and now cannot be

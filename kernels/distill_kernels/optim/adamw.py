@@ -95,7 +95,9 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        number, buckets, meshes = 0, [], dict[Any, None]()
+        number = 0
+        buckets = []
+        meshes = dict[Any, None]()
         for index, group in enumerate(self.param_groups):
             plan = self._plans.get(index)
             if plan is None or not plan.holds(group["params"], self.state):
@@ -104,7 +106,8 @@ class FusedAdamW(torch.optim.AdamW):
             number += len(group["params"])
             meshes.update(plan.meshes)
             buckets += [(group, bucket) for bucket in plan.buckets]
-        grad_scale, squares = getattr(self, "grad_scale", None), None
+        grad_scale = getattr(self, "grad_scale", None)
+        squares = None
         if self.options.max_grad_norm is not None or self.options.skip_nonfinite:
             squares = squares_over_ranks([bucket for _, bucket in buckets], meshes)
             self.grad_norm = None if squares is None else squares.sqrt()
@@ -169,7 +172,8 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self.grad_norm = {}, None
+        self._plans = {}
+        self.grad_norm = None
         for group in self.param_groups:
             if group["amsgrad"]:
                 raise ValueError(f"{NO_AMSGRAD}, got a state with True")

@@ -172,7 +172,8 @@ def adamw_kernel(
     row_ptr = rows_ptr + tensor * 8
     step = tl.load(row_ptr) + 1.0
     known = (tl.load(row_ptr + 1) == step) & (tl.load(row_ptr + 2) == log2_beta1) & (tl.load(row_ptr + 3) == log2_beta2)
-    correction1, correction2 = tl.load(row_ptr + 4), tl.load(row_ptr + 5)
+    correction1 = tl.load(row_ptr + 4)
+    correction2 = tl.load(row_ptr + 5)
     parameter_ptr = tl.load(table_ptr + tensor * 8).to(tl.pointer_type(PARAMETER))
     exp_avg_ptr = tl.load(table_ptr + tensor * 8 + 1).to(tl.pointer_type(STATE))
     exp_avg_sq_ptr = tl.load(table_ptr + tensor * 8 + 2).to(tl.pointer_type(STATE))
@@ -183,8 +184,10 @@ def adamw_kernel(
         source_ptr = tl.load(table_ptr + tensor * 8 + 3).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         size = tl.multiple_of(size, 16)
-        parameter_ptr, gradient_ptr = tl.multiple_of(parameter_ptr, 16), tl.multiple_of(gradient_ptr, 16)
-        exp_avg_ptr, exp_avg_sq_ptr = tl.multiple_of(exp_avg_ptr, 16), tl.multiple_of(exp_avg_sq_ptr, 16)
+        parameter_ptr = tl.multiple_of(parameter_ptr, 16)
+        gradient_ptr = tl.multiple_of(gradient_ptr, 16)
+        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 16)
+        exp_avg_sq_ptr = tl.multiple_of(exp_avg_sq_ptr, 16)
         source_ptr = tl.multiple_of(source_ptr, 16)
 
     if LR_ON_DEVICE:
@@ -200,7 +203,8 @@ def adamw_kernel(
         if not known:
             correction1 = bias_correction(step, log2_beta1)
             correction2 = 1.0 / tl.sqrt(bias_correction(step, log2_beta2))
-        step_size, decay = lr / correction1, 1.0 - lr * weight_decay
+        step_size = lr / correction1
+        decay = 1.0 - lr * weight_decay
         offsets = tl.arange(0, BLOCK)
         mask = offsets < size - first
         offsets = first + offsets
@@ -215,7 +219,8 @@ def adamw_kernel(
 
         if MASTER:
             tl.store(source_ptr + offsets, p, mask=mask)
-        p_stored, v_stored = p.to(PARAMETER), v.to(STATE)
+        p_stored = p.to(PARAMETER)
+        v_stored = v.to(STATE)
         if STOCHASTIC:
             number = tl.load(table_ptr + tensor * 8 + 5).to(tl.int32)
             random = random16(seed, number, step.to(tl.int32), first, BLOCK, ROUNDS)
@@ -248,7 +253,8 @@ def update(bucket: Bucket, group: dict[str, Any], options: Options, controls: St
         options: options of the optimizer.
         controls: device scalars of this step.
     """
-    lr, (beta1, beta2) = group["lr"], group["betas"]
+    lr = group["lr"]
+    beta1, beta2 = group["betas"]
     device_lr = lr if isinstance(lr, torch.Tensor) and lr.device == bucket.key.device else None
     tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
     dtypes = []
@@ -331,7 +337,9 @@ def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options,
 def _update_member(
     member: Member, group: dict[str, Any], options: Options, scale: torch.Tensor, proceed: torch.Tensor
 ) -> None:
-    parameter, m, v = local(member.owner), member.tensor("exp_avg"), member.tensor("exp_avg_sq")
+    parameter = local(member.owner)
+    m = member.tensor("exp_avg")
+    v = member.tensor("exp_avg_sq")
     master = member.tensor("master") if "master" in member.state else None
     compute = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     results = reference_adamw(

@@ -44,7 +44,9 @@ class Member:
     """One parameter with its gradient and state, as this rank holds them."""
 
     def __init__(self, number: int, owner: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        self.number, self.owner, self.state = number, owner, state
+        self.number = number
+        self.owner = owner
+        self.state = state
 
     def gradient(self) -> torch.Tensor:
         """Return this rank's part of the gradient."""
@@ -79,14 +81,18 @@ class Bucket:
     """
 
     def __init__(self, key: BucketKey, members: list[Member], block: int) -> None:
-        self.key, self.members, self.block = key, members, block
+        self.key = key
+        self.members = members
+        self.block = block
         steps = [member.state["step"].to(device=key.device, dtype=torch.float32) for member in members]
         self.rows = torch.zeros(len(members), 8, device=key.device)
         self.rows[:, 0] = torch.stack(steps)
         for member, step in zip(members, self.rows[:, 0].unbind(), strict=True):
             member.state["step"] = step
         self._pinned: dict[str, torch.Tensor] = {}
-        self.update, self.count, self.square = CachedLauncher(), CachedLauncher(), CachedLauncher()
+        self.update = CachedLauncher()
+        self.count = CachedLauncher()
+        self.square = CachedLauncher()
         # of the update, by what `CachedLauncher` calls `specialization`
         self.constants: dict[Any, tuple[Any, ...]] = {}
         if key.on_triton:
@@ -176,7 +182,8 @@ def sum_of_squares_kernel(
         size = tl.load(table_ptr + tensor * 8 + 4)
         gradient_ptr = tl.load(gradients_ptr + tensor).to(tl.pointer_type(GRADIENT))
         if ALIGNED:
-            gradient_ptr, size = tl.multiple_of(gradient_ptr, 16), tl.multiple_of(size, 16)
+            gradient_ptr = tl.multiple_of(gradient_ptr, 16)
+            size = tl.multiple_of(size, 16)
         gradient = tl.load(gradient_ptr + first + offsets, mask=offsets < size - first, other=0.0).to(tl.float32)
         total += gradient * gradient
     tl.store(partials_ptr + tl.program_id(0), tl.sum(total))
@@ -218,7 +225,8 @@ class Plan:
             logger.warning(
                 "AdamW: %d kinds of tensors go to the PyTorch reference, not the kernel: %s", len(slow), slow
             )
-        self._owners, self._states = [member.owner for member in members], [member.state for member in members]
+        self._owners = [member.owner for member in members]
+        self._states = [member.state for member in members]
         self._places = {id(member): place for place, member in enumerate(members)}
         tensors = chain(self._owners, *[state.values() for state in self._states])
         # asking each for the part that a DTensor would have costs more than its address

@@ -30,13 +30,20 @@ def reference_random16(seed: int, tensor: int, step: int, count: int) -> torch.T
     """Uniform integers in [0, 2^16), int32 [count], for elements 0 .. count - 1 of tensor number `tensor` at `step`."""
     mask = 0xFFFFFFFF
     c0 = torch.arange(cdiv(count, 8), dtype=torch.int64)
-    c1, c2, c3 = torch.full_like(c0, tensor), torch.full_like(c0, step), torch.zeros_like(c0)
-    k0, k1 = seed & mask, (seed >> 32) & mask
+    c1 = torch.full_like(c0, tensor)
+    c2 = torch.full_like(c0, step)
+    c3 = torch.zeros_like(c0)
+    k0 = seed & mask
+    k1 = (seed >> 32) & mask
     for _ in range(PHILOX_ROUNDS):
         high_a, low_a = _multiply(0xD2511F53, c0)
         high_b, low_b = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+        c0 = high_b ^ c1 ^ k0
+        c1 = low_b
+        c2 = high_a ^ c3 ^ k1
+        c3 = low_a
+        k0 = (k0 + 0x9E3779B9) & mask
+        k1 = (k1 + 0xBB67AE85) & mask
     words = torch.stack((c0, c2, c1, c3), dim=1)
     return torch.stack((words & 0xFFFF, words >> 16), dim=2).flatten()[:count].to(torch.int32)
 

@@ -50,7 +50,8 @@ def reference_decode_attention(
 ) -> torch.Tensor:
     """Compute decode attention in plain PyTorch; token s of S sees the last `window` keys below length - S + 1 + s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    group, new = q.shape[1] // k.shape[1], q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    new = q.shape[2]
     end = lengths[:, None].long() - new + 1 + torch.arange(new, device=q.device)  # [B, S]
     column = torch.arange(k.shape[2], device=q.device)
     kept = column < end[..., None]
@@ -58,7 +59,8 @@ def reference_decode_attention(
         kept &= column >= end[..., None] - masking.window
     if starts is not None:
         kept &= column >= starts[:, None, None]
-    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    k = k.to(dtype).repeat_interleave(group, dim=1)
+    v = v.to(dtype).repeat_interleave(group, dim=1)
     scores = q.to(dtype) @ k.transpose(-1, -2) * masking.scale
     if masking.softcap is not None:
         scores = masking.softcap * torch.tanh(scores / masking.softcap)
@@ -123,14 +125,16 @@ def _chunk_kernel(
     """
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
-    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), slots)
     row = tl.arange(0, ROWS)  # new token major: row = token * GROUP + head within the group
     token = row // GROUP
     column = tl.arange(0, BLOCK_D)
-    in_row, in_column = row < new * GROUP, column < HEAD_DIM
+    in_row = row < new * GROUP
+    in_column = column < HEAD_DIM
     head = kv_head * GROUP + row % GROUP
     q_at = q_ptr + batch * stride_qb + head[:, None] * stride_qh + token[:, None] * stride_qs + column[None, :]
     q = tl.load(q_at, mask=in_row[:, None] & in_column[None, :], other=0.0)
@@ -202,7 +206,8 @@ def _combine_kernel(
     row = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     head = tl.program_id(1) % kv_heads * GROUP + row % GROUP
-    chunk, column = tl.arange(0, CHUNKS), tl.arange(0, BLOCK_D)
+    chunk = tl.arange(0, CHUNKS)
+    column = tl.arange(0, BLOCK_D)
     part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
     lse = tl.load(lse_ptr + part, mask=chunk < chunks, other=float("-inf"))
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
@@ -259,12 +264,18 @@ def decode_on_triton(
         masking: scale, window, soft cap and sinks.
     """
     batches, heads, new, size = q.shape
-    kv_heads, slots = k.shape[1], k.shape[2]
+    kv_heads = k.shape[1]
+    slots = k.shape[2]
     group = heads // kv_heads
-    q, k, v, lengths = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), contiguous_rows(lengths)
-    starts, sinks = contiguous_rows(starts), contiguous_rows(masking.sinks)
+    q = contiguous_rows(q)
+    k = contiguous_rows(k)
+    v = contiguous_rows(v)
+    lengths = contiguous_rows(lengths)
+    starts = contiguous_rows(starts)
+    sinks = contiguous_rows(masking.sinks)
     facts = device_facts(q.device)
-    block_d, rows = head_block(size), max(16, next_power_of_2(group * new))
+    block_d = head_block(size)
+    rows = max(16, next_power_of_2(group * new))
     if config is None:
         config = choose_decode_config(block_d, rows, q.element_size() == 2, slots, batches * kv_heads, facts)
     chunks = chunk_count(slots, batches * kv_heads, facts.multiprocessors, config.programs)

@@ -102,7 +102,8 @@ class KVCache:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return `decode_attention` of the newest tokens' q [B, H, S, D], whose keys were appended before."""
-        keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        keys = self.keys.transpose(1, 2)
+        values = self.values.transpose(1, 2)
         return decode_attention(q, keys, values, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def truncate(self, length: int) -> None:
@@ -144,7 +145,8 @@ def _put_kernel(
     BLOCK: tl.constexpr,
 ):
     """Store one sequence's and head's new key and value; a slot outside of the cache is skipped."""
-    batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     slot = tl.load(lengths_ptr + batch).to(tl.int64) - 1
     column = tl.arange(0, BLOCK)
     held = (column < SIZE) & (slot >= 0) & (slot < limit)
@@ -186,7 +188,9 @@ def write_newest(
         cached_values[sequence, lengths - 1] = values[:, :, 0].to(cached_values.dtype)
         return
     assert cached_keys.is_contiguous() and cached_values.is_contiguous()
-    keys, values, lengths = contiguous_rows(keys), contiguous_rows(values), contiguous_rows(lengths)
+    keys = contiguous_rows(keys)
+    values = contiguous_rows(values)
+    lengths = contiguous_rows(lengths)
     _put_kernel[(batch, kv_heads)](
         cached_keys,
         cached_values,

@@ -77,7 +77,9 @@ def _forward_loop(x_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr):
 @triton.jit
 def _forward_split_statistics(x_ptr, parts_ptr, x_stride, n_cols, per_part, BLOCK: tl.constexpr):
     # parts [N, P, 2]: each part's maximum and sum
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     first = part * per_part
     biggest, total = _row_statistics(x_ptr + row * x_stride, first, tl.minimum(first + per_part, n_cols), BLOCK)
     parts_ptr += (row * parts + part) * 2
@@ -87,7 +89,9 @@ def _forward_split_statistics(x_ptr, parts_ptr, x_stride, n_cols, per_part, BLOC
 
 @triton.jit
 def _forward_split_write(x_ptr, parts_ptr, y_ptr, x_stride, n_cols, per_part, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     lanes = tl.arange(0, PARTS)
     parts_ptr += row * parts * 2 + lanes * 2
     maxima = tl.load(parts_ptr, mask=lanes < parts, other=float("-inf"))
@@ -144,7 +148,8 @@ def _backward_loop(dy_ptr, y_ptr, dx_ptr, dy_stride, n_cols, BLOCK: tl.constexpr
 
 @triton.jit
 def _backward_split_product(dy_ptr, y_ptr, parts_ptr, dy_stride, n_cols, per_part, BLOCK: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     first = part * per_part
     last = tl.minimum(first + per_part, n_cols)
     product = _row_product(dy_ptr + row * dy_stride, y_ptr + row * n_cols, first, last, BLOCK)
@@ -155,12 +160,16 @@ def _backward_split_product(dy_ptr, y_ptr, parts_ptr, dy_stride, n_cols, per_par
 def _backward_split_write(
     dy_ptr, y_ptr, parts_ptr, dx_ptr, dy_stride, n_cols, per_part, BLOCK: tl.constexpr, PARTS: tl.constexpr
 ):
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     lanes = tl.arange(0, PARTS)
     product = tl.sum(tl.load(parts_ptr + row * parts + lanes, mask=lanes < parts, other=0.0), 0)
     first = part * per_part
     last = tl.minimum(first + per_part, n_cols)
-    y_ptr, dy_ptr, dx_ptr = y_ptr + row * n_cols, dy_ptr + row * dy_stride, dx_ptr + row * n_cols
+    y_ptr = y_ptr + row * n_cols
+    dy_ptr = dy_ptr + row * dy_stride
+    dx_ptr = dx_ptr + row * n_cols
     _write_gradient(dy_ptr, y_ptr, dx_ptr, first, last, product, BLOCK)
 
 

@@ -71,8 +71,10 @@ def split_k_kernel(
     """partials: fp32 [tiles, SPLITS, BLOCK_N, BLOCK_M]; counters: int32 [tiles], zero before and after; part: inner
     length of a split, a multiple of BLOCK_K.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     first = split * part
     # outputs beyond the edge read the last row of W and are not written; rows beyond M are not read, since sixteen
@@ -114,18 +116,21 @@ def split_k_kernel(
 
 def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Config:
     """Return the launch shape for given sizes: enough programs to keep every multiprocessor reading, in whole waves."""
-    tiles, steps = cdiv(outputs, 64), cdiv(inputs, 128)
+    tiles = cdiv(outputs, 64)
+    steps = cdiv(inputs, 128)
     if rows > 32:  # x takes as much shared memory as W: one deep pipeline a multiprocessor, or two shallower ones
         if multiprocessors // 2 < tiles <= multiprocessors or (2 * tiles <= multiprocessors < 4 * tiles and steps >= 2):
             return Config(64, 128, 1 if 2 * tiles > multiprocessors else 2, 4, 4)
         if multiprocessors < cdiv(outputs, 128) <= 2 * multiprocessors:
             return Config(128, 64, 1, 4, 4)
-    best, least = 1, float("inf")
+    best = 1
+    least = float("inf")
     for splits in range(1, min(steps, 16) + 1):
         waves = cdiv(tiles * splits, 2 * multiprocessors)
         cost = waves * (cdiv(steps, splits) + 4)  # a program's start and end cost about four steps
         if cost < least:
-            best, least = splits, cost
+            best = splits
+            least = cost
     return Config(64, 128, best, 4, 3 if rows > 32 else 4)
 
 
@@ -149,13 +154,15 @@ def _zero_counters(device: torch.device) -> torch.Tensor:
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None
 ) -> torch.Tensor:
-    (rows, inputs), outputs = x.shape, weight.shape[0]
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
     config = config or choose_config(rows, outputs, inputs, device_facts(x.device).multiprocessors)
     block_n, block_k, splits, warps, stages = config
-    tiles, block_m = cdiv(outputs, block_n), max(16, next_power_of_2(rows))
+    tiles = cdiv(outputs, block_n)
+    block_m = max(16, next_power_of_2(rows))
     part = cdiv(cdiv(inputs, splits), block_k) * block_k
     splits = cdiv(inputs, part)
     partials = torch.empty(
@@ -273,7 +280,8 @@ class SplitKLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         check_tensors(weight=weight, bias=bias)
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self.out_features, self.in_features = weight.shape
 
     @classmethod

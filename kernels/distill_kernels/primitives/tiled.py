@@ -89,9 +89,11 @@ def _tiled_kernel(
             group = GROUP * tl.cdiv(N, BLOCK_N)  # tiles of it
             first = t // group * GROUP
             size = tl.minimum(row_blocks - first, GROUP)
-            row, column = (first + t % group % size) * BLOCK_M, t % group // size * BLOCK_N
+            row = (first + t % group % size) * BLOCK_M
+            column = t % group // size * BLOCK_N
         else:
-            row, column = t % row_blocks * BLOCK_M, t // row_blocks * BLOCK_N
+            row = t % row_blocks * BLOCK_M
+            column = t // row_blocks * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
             x = load_block(x_blocks, row, step * BLOCK_K, BLOCK_M, BLOCK_K, TMA)
@@ -117,13 +119,15 @@ def launch_tiles(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K] in such tiles: [M, N], or [M, N / 2] where an activation joins columns in pairs."""
-    (rows, inputs), outputs = x.shape, weight.shape[0]
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
     pair = 2 if activation else 1
     y = torch.empty(rows, outputs // pair, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
     facts = device_facts(x.device)
-    x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
+    x = x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
+    weight = weight if has_aligned_rows(weight) else weight.clone(memory_format=torch.contiguous_format)
     programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
     launch(
         _tiled_kernel,

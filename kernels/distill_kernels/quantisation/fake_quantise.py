@@ -226,7 +226,8 @@ def _launch_backward(
 
 
 # a step rounds hundreds of matrices of few shapes
-_forward, _backward = PlannedFunction(_launch_forward), PlannedFunction(_launch_backward)
+_forward = PlannedFunction(_launch_forward)
+_backward = PlannedFunction(_launch_backward)
 
 
 def _given_or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -271,7 +272,8 @@ def learned_gradients(
             if own is not None and part is not None:
                 own.copy_(part)
         return found if out is None else out
-    weight, upstream = weight.contiguous(), upstream.contiguous()
+    weight = weight.contiguous()
+    upstream = upstream.contiguous()
     scale, minimum = _contiguous(scales)
     assert scale is not None
     if out is None:

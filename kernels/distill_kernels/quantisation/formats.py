@@ -125,7 +125,8 @@ def reference_learned_gradients(
     """
     form = check_fits(weight, name, scales)
     stored = form.snap(scales)
-    blocks, gradient = form.blocks(weight), form.blocks(upstream)
+    blocks = form.blocks(weight)
+    gradient = form.blocks(upstream)
     if stored.minimum is not None:
         blocks = blocks + stored.minimum[..., None]
     x = form.relative(blocks, stored.scale)

@@ -81,7 +81,8 @@ class _KBlocks(_Gguf):
 
     def _searched(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Scales:
         blocks = self.blocks(weight)
-        flat, size = blocks.reshape(-1, self.block), blocks.shape[:-1]
+        flat = blocks.reshape(-1, self.block)
+        size = blocks.shape[:-1]
         weighed = None if importance is None else self.blocks(importance).reshape(-1, self.block)
         found = [
             self._search(flat[at : at + CHUNK].t(), None if weighed is None else weighed[at : at + CHUNK].t())
@@ -113,11 +114,14 @@ class Q4K(_KBlocks):
             w = divide(mean, 32).double().sqrt().float() + x.abs()  # that of CPUs in fp32 may be off by a bit
         else:
             w = importance * (2 * divide(mean, 32) + x * x).sqrt()
-        low, high = x.amin(0).clamp_max(0), x.amax(0)
+        low = x.amin(0).clamp_max(0)
+        high = x.amax(0)
         flat = high == low
-        sum_w, sum_x = _sum(w), _sum(w * x)
+        sum_w = _sum(w)
+        sum_x = _sum(w * x)
         inverse = x.new_full((), 15.0) / torch.where(flat, 1.0, high - low)
-        scale, minimum = 1.0 / inverse, low
+        scale = 1.0 / inverse
+        minimum = low
         codes = (inverse * (x - low)).round().clamp(0, 15)
         best = _sum(w * (scale * codes + low - x).square())
         for step in range(21):
@@ -130,12 +134,13 @@ class Q4K(_KBlocks):
             tried = (sum_w * sum_xl - sum_x * sum_l) / determinant
             lowest = (sum_l2 * sum_x - sum_l * sum_xl) / determinant
             above = lowest > 0
-            tried, lowest = torch.where(above, sum_xl / sum_l2, tried), torch.where(above, 0.0, lowest)
+            tried = torch.where(above, sum_xl / sum_l2, tried)
+            lowest = torch.where(above, 0.0, lowest)
             error = _sum(w * (tried * codes + lowest - x).square())
             better = (determinant > 0) & (error < best)
-            best, scale, minimum = (
-                torch.where(better, new, old) for new, old in ((error, best), (tried, scale), (lowest, minimum))
-            )
+            best = torch.where(better, error, best)
+            scale = torch.where(better, tried, scale)
+            minimum = torch.where(better, lowest, minimum)
         return torch.where(flat, 0.0, scale), -torch.where(flat, low, minimum)
 
     def store(self, scales: Scales) -> dict[str, torch.Tensor]:

@@ -123,8 +123,10 @@ class Format:
 
     def search(self, weight: torch.Tensor, importance: torch.Tensor) -> Scales:
         """Choose each block's scale by the squared error that importance [K] weighs, among multiples of the first."""
-        first, weight = self.first(weight).scale, weight.float()
-        best, least = first, torch.full_like(first, torch.inf)
+        first = self.first(weight).scale
+        weight = weight.float()
+        best = first
+        least = torch.full_like(first, torch.inf)
         signs = (1.0, -1.0) if self.codes.low != -self.codes.high else (1.0,)
         for factor in (sign * factor for factor in FACTORS for sign in signs):
             scales = self.snap(Scales(first * factor))

@@ -51,20 +51,17 @@ def unpack_codes(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 def pack_awq(codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return integers of 4 bits [N, K] as AutoAWQ lays them out: words [K, N / 8], zero points of 8, scales in fp16."""
     scale = stored["scale"].t()
-    words, zeros = (
-        pack_codes(part.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
-        for part in (codes.t(), torch.zeros_like(scale))
-    )
+    words = pack_codes(codes.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
+    zeros = pack_codes(torch.zeros_like(scale).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
     return {"qweight": words, "qzeros": zeros, "scales": scale.to(torch.float16).contiguous()}
 
 
 def unpack_awq(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the values that the tensors of `pack_awq` hold, fp32 [N, K]."""
-    columns, back = 8 * tensors["qweight"].shape[-1], torch.tensor(AWQ_ORDER).argsort()
-    codes, zeros = (
-        unpack_codes(tensors[name], 4, columns).unflatten(-1, (-1, 8))[..., back].flatten(-2).float()
-        for name in ("qweight", "qzeros")
-    )
+    columns = 8 * tensors["qweight"].shape[-1]
+    back = torch.tensor(AWQ_ORDER).argsort()
+    codes = unpack_codes(tensors["qweight"], 4, columns).unflatten(-1, (-1, 8))[..., back].flatten(-2).float()
+    zeros = unpack_codes(tensors["qzeros"], 4, columns).unflatten(-1, (-1, 8))[..., back].flatten(-2).float()
     scales = tensors["scales"].float()
     groups = codes.unflatten(0, (len(scales), -1)) - zeros[:, None]
     return (groups * scales[:, None]).flatten(0, 1).t()

@@ -34,9 +34,14 @@ from distill.teachers.backends.served.protocol import BINARY, TEACHER, Identity,
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds of backoff
-CONNECT_SECONDS, HEALTH_SECONDS = 10.0, 5.0
-MOST_BYTES, CHUNK = 4 << 30, 1 << 20  # of a reply, and of one read of it
+# seconds of backoff
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 30.0
+CONNECT_SECONDS = 10.0
+HEALTH_SECONDS = 5.0
+# of a reply, and of one read of it
+MOST_BYTES = 4 << 30
+CHUNK = 1 << 20
 LARGE = 1 << 16  # bytes from which on an answer is read into pinned memory
 TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -79,7 +84,10 @@ class _Server:
     """One server: our open requests to it, its failures, and the end of its backoff."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.busy, self.failures, self.until = url, 0, 0, 0.0
+        self.url = url
+        self.busy = 0
+        self.failures = 0
+        self.until = 0.0
         self.fault = ""
 
 
@@ -96,7 +104,9 @@ class Servers:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self.config, self.expected = config, None  # type: tuple[ServerConfig, str | None]
+        # type: tuple[ServerConfig, str | None]
+        self.config = config
+        self.expected: str | None = None
         self._headers = {"accept": BINARY}
         if config.token is not None:
             self._headers["authorization"] = f"Bearer {config.token}"
@@ -115,7 +125,8 @@ class Servers:
         for _ in self._threads:
             self._work.put(None)
         with self._lock:
-            idle, self._idle = self._idle, {}
+            idle = self._idle
+            self._idle = {}
         for connection in (each for connections in idle.values() for each in connections):
             connection.close()
 
@@ -174,7 +185,8 @@ class Servers:
         Raises:
             TeacherUnavailableError: none answered in time, one is another teacher now, or refuses the request.
         """
-        silent_since, values = time.monotonic(), ""
+        silent_since = time.monotonic()
+        values = ""
         while True:
             server = None if self._closed.is_set() else self._least_busy()
             if server is not None:
@@ -183,7 +195,8 @@ class Servers:
                 except _TryAgain as again:
                     values = str(again)
                     continue
-            if (ended := self.ended()) is not None:
+            ended = self.ended()
+            if ended is not None:
                 raise TeacherUnavailableError(ended)
             if time.monotonic() - silent_since > self.config.wait or self._closed.is_set():
                 faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
@@ -227,7 +240,8 @@ class Servers:
                 f"teacher.url: {server.url} is another teacher now: {now}, where the run began with {self.expected}; "
                 "start the server with the same model and settings"
             )
-        server.failures, server.fault = 0, ""
+        server.failures = 0
+        server.fault = ""
         return content
 
     def _sound(
@@ -288,7 +302,8 @@ class Servers:
             server.failures += 1
             pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.config.wait / 4)
             pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
-            server.fault, server.until = fault, time.monotonic() + min(pause, self.config.wait / 4)
+            server.fault = fault
+            server.until = time.monotonic() + min(pause, self.config.wait / 4)
         if server.failures in (1, 5, 25):
             log.warning("%s does not respond (%s); retrying", server.url, fault)
 
@@ -366,7 +381,8 @@ class _Damaged(Exception):
 
 def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, question: str) -> None:
     sums = response.headers.get(QUESTION), response.headers.get(CHECKSUM)
-    if damage := damage_of(sums, response.status, question, content.numpy().data):
+    damage = damage_of(sums, response.status, question, content.numpy().data)
+    if damage:
         raise _Damaged(damage)
 
 
@@ -401,7 +417,8 @@ def _content(response: http.client.HTTPResponse, until: float) -> torch.Tensor:
     _require_in_bounds(response.length, until)
     pinned = torch.cuda.is_initialized() and response.length > LARGE
     content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
-    memory, place = content.numpy().data, 0
+    memory = content.numpy().data
+    place = 0
     while place < len(memory):
         # a read returns what has come, so that a server that sends a byte now and then is seen
         chunk = response.read1(min(len(memory) - place, CHUNK))

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 
 import xxhash
 
-CHECKSUM, QUESTION = "x-distill-checksum", "x-distill-question"
+CHECKSUM = "x-distill-checksum"
+QUESTION = "x-distill-question"
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> str:

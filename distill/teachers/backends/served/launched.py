@@ -91,7 +91,9 @@ class LaunchedServers:
     current: LaunchedServers | None = None  # of this process, while a run with such servers goes on
 
     def __init__(self, children: list[Child], token: str, sharded: bool) -> None:
-        self.children, self.token, self.sharded = children, token, sharded
+        self.children = children
+        self.token = token
+        self.sharded = sharded
         self._codes: dict[int, subprocess.Popen[bytes]] = {}  # of the process that started them
 
     def fault(self) -> str | None:
@@ -123,7 +125,8 @@ class LaunchedServers:
     def _wait(self) -> tuple[tuple[str, ...], str | None, bool]:
         files = [Path(child.address) for child in self.children if child.address is not None]
         while not all(file.exists() for file in files):
-            if (fault := self.fault()) is not None:
+            fault = self.fault()
+            if fault is not None:
                 ended = [child for child in self.children if not is_running(child.pid)]
                 wrong = next((child for child in ended if self._code(child) == USER_ERROR), None)
                 return (), fault if wrong is None else _last_line(wrong), wrong is not None
@@ -165,7 +168,8 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
             folder = Path(tempfile.mkdtemp(prefix="distill-teacher-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.callback(_kill, processes)
-            token, children = secrets.token_urlsafe(32), list[Child]()
+            token = secrets.token_urlsafe(32)
+            children = list[Child]()
             if sharded:
                 stores.append(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
             for number in range(count):
@@ -298,10 +302,12 @@ class LaunchedTeacher(ServerTeacher):
             section,
             context.precision.teacher,
         )
-        self._servers, self._source = servers, source
+        self._servers = servers
+        self._source = source
 
     def size_text(self) -> str:
-        count, sharded = len(self._servers.children), self._servers.sharded
+        count = len(self._servers.children)
+        sharded = self._servers.sharded
         where = plural(count, "GPU") if torch.cuda.is_available() else plural(count, "process")
         size = count_text(self._source.meta().shape.parameters)
         return f"{size} parameters, served from {where}, {'sharded (FSDP2)' if sharded else 'copied'}"
@@ -326,8 +332,10 @@ class LaunchedPlan(LocalPlan):
         """Return the footprint on a training GPU: the head, the hidden states of a step's micro-batches and of the next
         one's, and those of the current one scattered to their positions.
         """
-        meta, train = self.meta(), self.recipe.train
-        size, micro = context.precision.teacher.itemsize, train.batch_size * self.recipe.data.max_length * context.world
+        meta = self.meta()
+        train = self.recipe.train
+        size = context.precision.teacher.itemsize
+        micro = train.batch_size * self.recipe.data.max_length * context.world
         ahead = 2 * max((train.tokens_per_step or micro) // micro, self.section.prefetch)
         return Footprint(
             weights=float(meta.shape.head * size), token_bytes=(1 + ahead) * size * meta.shape.hidden, flops=meta.flops

@@ -72,7 +72,8 @@ def own_logits(client: TeacherClient, query: TargetRequest) -> torch.Tensor:
 
 def _dense(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """Return the mean distance of all log-probabilities, and its bound by rounding."""
-    hidden, dtype = _plain_hidden(teacher, query), teacher.client.spec.dtype
+    hidden = _plain_hidden(teacher, query)
+    dtype = teacher.client.spec.dtype
     if hidden.shape[-1] != _head(teacher).weight.shape[1] or expected.shape[-1] != len(_head(teacher).weight):
         return float("inf"), 0.0
     off = _distance(_logits(teacher, hidden, teacher.transform), expected)
@@ -101,7 +102,8 @@ def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _sparse(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """Return the largest distance of the labels' log-probabilities, and of the top K tokens' too, and its bound."""
-    client, spec = teacher.client, teacher.client.spec
+    client = teacher.client
+    spec = teacher.client.spec
     values = client.ask(query).result()
     logp = expected[:, : spec.columns].log_softmax(-1)
     labels = torch.from_numpy(query.labels.astype(np.int64)).clamp_max(spec.columns - 1)
@@ -118,7 +120,8 @@ def _reason(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor,
     hidden = _plain_hidden(teacher, query)
     if hidden.shape[-1] != _head(teacher).weight.shape[1]:
         return "the hidden states do not fit the head"
-    plain, own = _logits(teacher, hidden, LogitTransform()), teacher.transform
+    plain = _logits(teacher, hidden, LogitTransform())
+    own = teacher.transform
     read = _logits(teacher, hidden, own)
     enough = 10 * allowed
     if len(query.rows) > 2 and any(_distance(read.roll(by, 0)[1:-1], expected[1:-1]) < enough for by in (1, -1)):

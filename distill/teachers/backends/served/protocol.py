@@ -30,7 +30,8 @@ import torch
 from distill.teachers.backends.stored.format import join_ids, split_ids
 
 PROTOCOL = 2
-BINARY, JSON = "application/octet-stream", "application/json"
+BINARY = "application/octet-stream"
+JSON = "application/json"
 TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
 FP8_MOST = 448.0  # largest value of float8_e4m3fn
 FILES = (
@@ -122,9 +123,11 @@ class TargetRequest:
         Raises:
             ProtocolError: naming the tensor.
         """
-        shape, size = self.ids.shape, self.ids.size
+        shape = self.ids.shape
+        size = self.ids.size
         _require(0 < size <= most_tokens, f"input_ids: expected 1 to {most_tokens} tokens, got {size}")
-        low, high = int(self.ids.min()), int(self.ids.max())
+        low = int(self.ids.min())
+        high = int(self.ids.max())
         _require(low >= 0 and high < vocabulary, f"input_ids: expected 0 to {vocabulary - 1}, got {low} to {high}")
         places = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
         if self.positions is not None:
@@ -132,7 +135,8 @@ class TargetRequest:
                 self.positions.shape == shape,
                 f"position_ids: expected {shape} as input_ids, got {self.positions.shape}",
             )
-            places, on = self.positions, np.zeros(shape, np.int64)
+            places = self.positions
+            on = np.zeros(shape, np.int64)
             on[:, 1:] = places[:, :-1].astype(np.int64) + 1
             _require(
                 bool(((places == 0) | (places == on) & (on > 0)).all()),
@@ -195,7 +199,8 @@ def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
         ends = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
         if not 8 < ends <= len(whole):
             raise ValueError("the header is longer than the body")
-        header, data = json.loads(whole[8:ends].numpy().tobytes()), whole[ends:]
+        header = json.loads(whole[8:ends].numpy().tobytes())
+        data = whole[ends:]
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = {n: _tensor(data, SAFETENSORS[e["dtype"]], e["shape"], e["data_offsets"]) for n, e in entries.items()}
         if sum(tensor.nbytes for tensor in tensors.values()) != len(data):
@@ -217,7 +222,9 @@ def _tensor(data: torch.Tensor, dtype: torch.dtype, shape: list[int], offsets: l
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     """Return safetensors bytes of CPU tensors in parts: the header, then each tensor's own memory, not copied."""
-    names, header, end = {dtype: name for name, dtype in SAFETENSORS.items()}, {}, 0
+    names = {dtype: name for name, dtype in SAFETENSORS.items()}
+    header = {}
+    end = 0
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # the widest first, so that all are aligned
     for name, tensor in ordered:
         header[name] = {
@@ -264,7 +271,8 @@ def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece
         begins |= query.positions == 0
     starts = np.flatnonzero(begins)
     owner = np.searchsorted(starts, query.rows, side="right") - 1
-    flat, pieces = query.ids.reshape(-1), []
+    flat = query.ids.reshape(-1)
+    pieces = []
     for number in np.unique(owner).tolist():
         mine = query.rows[owner == number].astype(np.int64) - starts[number]
         pieces.append(Piece(job, flat[starts[number] : starts[number] + mine[-1] + 1 + beyond], mine))
@@ -300,7 +308,8 @@ def row_bytes(width: int, dtype: str) -> int:
 
 def hidden_of(answer: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the hidden states [M, H] of an answer in `dtype`, whatever dtype they were sent in."""
-    hidden, scale = answer["hidden"], answer.get("scale")
+    hidden = answer["hidden"]
+    scale = answer.get("scale")
     return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
 
 
@@ -363,7 +372,6 @@ class Identity(NamedTuple):
         return hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()[:32]
 
     def written(self) -> dict[str, object]:
-        """Return the identity as /v1/identity sends it."""
         return self._asdict() | {"hash": self.hash}
 
     @staticmethod

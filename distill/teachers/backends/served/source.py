@@ -82,7 +82,8 @@ class ServerPlan(TeacherPlan):
         if self.is_vllm:
             unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
-        identity, in_fp8 = self.identity, self.section.transfer_dtype == "fp8" and self.section.top_k is None
+        identity = self.identity
+        in_fp8 = self.section.transfer_dtype == "fp8" and self.section.top_k is None
         dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
         return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
 
@@ -110,7 +111,8 @@ class ServerPlan(TeacherPlan):
         return Vocabulary(self.recipe, section, top_k=self.section.top_k is not None)
 
     def measure(self) -> Measure:
-        section, loss = self.section, self.recipe.loss
+        section = self.section
+        loss = self.recipe.loss
         if section.top_k is None:
             return KL
         tail = default_tail(loss)
@@ -131,18 +133,22 @@ class ServerPlan(TeacherPlan):
             # a document's last token is not sent where only states are read, which makes room for the generated one
             extra = int(self.section.folder is None)
             return length_problems(self.vllm_model, recipe.data.max_length, extra)
-        identity, problems = self.identity, []
-        most, tokens = identity.limits["tokens"], recipe.train.batch_size * recipe.data.max_length
+        identity = self.identity
+        problems = []
+        most = identity.limits["tokens"]
+        tokens = recipe.train.batch_size * recipe.data.max_length
         if most is not None and tokens > most:
             problems.append(
                 f"train.batch_size: expected at most {most} tokens a micro-batch, as the server was started "
                 f"(--max-tokens), got {recipe.train.batch_size} x data.max_length {recipe.data.max_length}"
             )
         if self.section.model is not None or self.section.init == "random":
-            here, there = teacher_identity(self.section.loaded()), identity.source
+            here = teacher_identity(self.section.loaded())
+            there = identity.source
             by_files = bool(here["files_sha256"] and there["files_sha256"])
             names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
-            if (other := next((name for name in names if here[name] != there.get(name)), None)) is not None:
+            other = next((name for name in names if here[name] != there.get(name)), None)
+            if other is not None:
                 problems.append(
                     f"teacher.{'model' if by_files else other}: the server's {other} is {there.get(other)!r}, of the "
                     f"recipe's it is {here[other]!r}; leave it out to take what is served"
@@ -160,7 +166,8 @@ class ServerPlan(TeacherPlan):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the footprint of the head and of each token's targets; no weights are loaded."""
-        shape, k = self.shapes()[0], self.section.top_k
+        shape = self.shapes()[0]
+        k = self.section.top_k
         if k is not None:
             return Footprint(token_bytes=k * (6 + 8), logits=False)
         number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
@@ -191,7 +198,8 @@ class ServerPlan(TeacherPlan):
         if self.is_vllm:
             shape = self.shapes()[0]
             columns = min(shape.vocabulary, student.vocabulary)
-            spec, cut = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32), context.precision.teacher
+            spec = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32)
+            cut = context.precision.teacher
             if self.section.folder is None:
                 vllm = VllmClient(self.servers, spec)
                 return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, cut)
@@ -201,7 +209,8 @@ class ServerPlan(TeacherPlan):
             teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
             teacher.move_to(context.device)
             return teacher
-        identity, dtype = self.identity, getattr(torch, self.identity.dtype)
+        identity = self.identity
+        dtype = getattr(torch, self.identity.dtype)
         extends = self.recipe.student.vocabulary == "extend"
         columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
         spec = TargetSpec.by(self.recipe, columns, identity.hidden, dtype)

@@ -63,7 +63,10 @@ class ServerTeacher(Teacher):
         section: TeacherSection,
         dtype: torch.dtype,
     ) -> None:
-        self.client, self.identity, self.section, self.dtype = client, identity, section, dtype
+        self.client = client
+        self.identity = identity
+        self.section = section
+        self.dtype = dtype
         self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")
         spec = client.spec
         self.format: TargetFormat = (
@@ -104,7 +107,9 @@ class ServerTeacher(Teacher):
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
         """Return the targets at their positions; 0 where no token is trained."""
-        values, shape, device = self.sent(batch), batch["input_ids"].shape, batch["input_ids"].device
+        values = self.sent(batch)
+        shape = batch["input_ids"].shape
+        device = batch["input_ids"].device
         if device.type != "cpu":
             values = {name: to_device(value, device) for name, value in values.items()}
         rows = trained_rows(batch)

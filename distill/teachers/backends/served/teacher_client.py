@@ -161,7 +161,9 @@ class DistillClient(HttpTeacherClient):
     """A client of `distill serve`."""
 
     def __init__(self, servers: Servers, spec: TargetSpec, most_logits: int) -> None:
-        self.servers, self.spec, self.most_logits = servers, spec, most_logits
+        self.servers = servers
+        self.spec = spec
+        self.most_logits = most_logits
 
     def exact(self, query: TargetRequest) -> TargetTensors:
         return DistillClient(self.servers, self.spec._replace(send="auto", deterministic=True), 0).ask(query).result()
@@ -234,7 +236,8 @@ def require_sound(
                 f"{field}: a response's {name} is NaN or infinite at {int((~fine).sum())} places"
             )
     if k is not None and positions:
-        low, high = int(values["ids"].min()), int(values["ids"].max())
+        low = int(values["ids"].min())
+        high = int(values["ids"].max())
         if low < 0 or high >= spec.columns:
             raise TeacherUnavailableError(
                 f"{field}: a response's ids: expected 0 to {spec.columns - 1}, got {low} to {high}"

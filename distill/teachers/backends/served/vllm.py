@@ -29,10 +29,14 @@ from distill.teachers.backends.served.client import Servers
 from distill.teachers.backends.served.protocol import JSON, TargetRequest, documents
 from distill.teachers.backends.served.teacher_client import HttpTeacherClient, TargetSpec, TargetTensors, require_sound
 
-HEALTH_SECONDS, DEAD_SECONDS = 1.0, 15.0  # seconds between two checks; of silence until servers count as dead
+# seconds between two checks; of silence until servers count as dead
+HEALTH_SECONDS = 1.0
+DEAD_SECONDS = 15.0
 MOST_IDS = 1 << 31  # token ids are below
 LEAST = -1e4  # vLLM sends -9999 for a logprob of minus infinity
-MOST_LOGPROB, MOST_SUM = 1e-4, 1 + 1e-3  # of one token; of a sum of probabilities: above is no rounding
+# of one token; of a sum of probabilities: above is no rounding
+MOST_LOGPROB = 1e-4
+MOST_SUM = 1 + 1e-3
 
 
 def served_model(servers: Servers) -> dict[str, object]:
@@ -83,7 +87,9 @@ class DeathWatch:
     """
 
     def __init__(self, servers: Servers, *, of_all: bool = True) -> None:
-        self.servers, self.of_all, self._lock = servers, of_all, threading.Lock()
+        self.servers = servers
+        self.of_all = of_all
+        self._lock = threading.Lock()
         self._silent_since: float | None = None
         self._looked = time.monotonic()
 
@@ -96,7 +102,8 @@ class DeathWatch:
             if now - self._looked > DEAD_SECONDS:  # a silence before the last answers is another one
                 self._silent_since = None
             self._looked = now
-            if (fault := self.servers.silence(of_all=self.of_all)) is None:
+            fault = self.servers.silence(of_all=self.of_all)
+            if fault is None:
                 self._silent_since = None
                 return None
             self._silent_since = now if self._silent_since is None else self._silent_since
@@ -118,7 +125,8 @@ class VllmClient(HttpTeacherClient):
     def __init__(self, servers: Servers, spec: TargetSpec) -> None:
         assert spec.top_k is not None
         tail = "bucket" if spec.tail == "sampled" else spec.tail
-        self.servers, self.spec = servers, spec._replace(tail=tail, deterministic=False)
+        self.servers = servers
+        self.spec = spec._replace(tail=tail, deterministic=False)
         self.model = ""
 
     def identity(self) -> dict[str, object]:
@@ -158,7 +166,8 @@ class VllmClient(HttpTeacherClient):
         Raises:
             TeacherUnavailableError: they are not what was requested.
         """
-        pieces, k = _prompts(query), self.spec.top_k or 0
+        pieces = _prompts(query)
+        k = self.spec.top_k or 0
         try:
             choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))
             if len(choices) != len(pieces):
@@ -184,7 +193,8 @@ class VllmClient(HttpTeacherClient):
 
 def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
     """Check that numbers [M, K] and [M] can be log-probabilities: vLLM may be configured to send logits instead."""
-    most, total = float(max(logprobs.max(), label.max())), float(np.exp(logprobs.astype(np.float64)).sum(-1).max())
+    most = float(max(logprobs.max(), label.max()))
+    total = float(np.exp(logprobs.astype(np.float64)).sum(-1).max())
     if most > MOST_LOGPROB or total > MOST_SUM:
         got = f"one of {most:.4g}" if most > MOST_LOGPROB else f"probabilities that sum to {total:.4g}"
         raise TeacherUnavailableError(
@@ -212,7 +222,8 @@ def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
 def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[list[int], list[float], float]:
     """Return the top K ids and log-probabilities in order, and the label's log-probability, of a token's mapping."""
     known = {int(token): max(float(value["logprob"]), LEAST) for token, value in entry.items()}
-    if wrong := next((token for token in known if not 0 <= token < MOST_IDS), None):
+    wrong = next((token for token in known if not 0 <= token < MOST_IDS), None)
+    if wrong:
         raise TeacherUnavailableError(f"teacher.url: prompt_logprobs: expected token ids from 0 on, got {wrong}")
     if label not in known:
         raise TeacherUnavailableError(

@@ -72,7 +72,8 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
         ValueError: it cannot be read, or has no final norm that can be identified.
     """
     assert section.model is not None
-    source, config = resolve_model_source(section.model, "teacher.model"), load_config(section, "teacher")
+    source = resolve_model_source(section.model, "teacher.model")
+    config = load_config(section, "teacher")
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would warn of the layers, which are left out
     try:
@@ -86,7 +87,8 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-            model, missing = loaded[0], loaded[1]["missing_keys"]
+            model = loaded[0]
+            missing = loaded[1]["missing_keys"]
             if missing:
                 raise ValueError(f"its files lack {', '.join(sorted(missing))}")
     finally:
@@ -132,8 +134,11 @@ class VllmHiddenClient(VllmClient):
 
     def __init__(self, servers: Servers, spec: TargetSpec, folder: Path, ends: Ends) -> None:
         super().__init__(servers, spec._replace(top_k=1))  # for `parity`
-        self.logprobs, self.spec = self.spec, spec._replace(deterministic=False)
-        self.folder, self.ends, self.read_bytes = folder, ends, 0
+        self.logprobs = self.spec
+        self.spec = spec._replace(deterministic=False)
+        self.folder = folder
+        self.ends = ends
+        self.read_bytes = 0
         if not folder.is_dir():
             raise ValueError(f"teacher.folder: expected the folder that vLLM's connector writes to, got {folder}")
 
@@ -167,9 +172,11 @@ class VllmHiddenClient(VllmClient):
     def _hidden(self, body: bytes, ids: np.ndarray) -> torch.Tensor:
         """Return hidden states [tokens, H] of a document, after the final norm, from the file that an answer names."""
         found = self._loaded(self._file_of(body))
-        states, tokens = found.get("hidden_states"), found.get("token_ids")
+        states = found.get("hidden_states")
+        tokens = found.get("token_ids")
         if states is None or tokens is None or states.dim() != 3 or states.shape[2] != self.spec.hidden:
-            got, width = None if states is None else tuple(states.shape), self.spec.hidden
+            got = None if states is None else tuple(states.shape)
+            width = self.spec.hidden
             raise TeacherUnavailableError(
                 f"teacher.folder: hidden_states: expected [tokens, layers, {width}], got {got}"
             )
@@ -193,7 +200,8 @@ class VllmHiddenClient(VllmClient):
         Raises:
             TeacherUnavailableError: it does not come, or a server has died meanwhile.
         """
-        lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.config.wait
+        lock = path.with_name(path.name + ".lock")
+        until = time.monotonic() + self.servers.config.wait
         fault_of_servers = DeathWatch(self.servers, of_all=False)
         while True:
             try:
@@ -203,7 +211,8 @@ class VllmHiddenClient(VllmClient):
             except (OSError, SafetensorError) as error:  # held by its writer; not there yet; without lock, in parts
                 if time.monotonic() > until:
                     raise TeacherUnavailableError(f"teacher.folder: {path} cannot be read: {error!s:.200}") from None
-                if (fault := fault_of_servers()) is not None:
+                fault = fault_of_servers()
+                if fault is not None:
                     raise TeacherUnavailableError(f"{fault}, and {path} was not written") from None
                 time.sleep(LOOKS_S)
         self.read_bytes += path.stat().st_size

@@ -65,7 +65,8 @@ class ArchivedTeacher(CachedTeacher):
         self, cache: TeacherCache, device: torch.device | str = "cpu", load: Callable[[], Teacher] | None = None
     ) -> None:
         super().__init__(cache, torch.device(device), torch.float32)
-        self.cache, self.load = cache, load
+        self.cache = cache
+        self.load = load
         manifest = cache.manifest
         self.format: TargetFormat
         if not cache.is_hidden:

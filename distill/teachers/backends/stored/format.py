@@ -47,8 +47,14 @@ from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 
 VERSION = 1
-PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
-TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"  # folders
+PLAN = "plan.json"
+MANIFEST = "manifest.json"
+ANSWERS = "answers.json"
+HEAD = "head.safetensors"
+# folders
+TOKENIZER = "tokenizer"
+TEACHER = "teacher"
+STUDENT = "student"
 KEY_BYTES = 16
 SHARD = "shard-"  # prefix of the names of shards
 FP8 = torch.float8_e4m3fn
@@ -222,7 +228,8 @@ def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) ->
 
 def sum_of_sums(path: Path, cure: str = "delete it") -> str:
     """Return the XXH3 of a shard's tensors of documents: `keys`, `offsets` and `sums`."""
-    arrays, digest = map_tensors(path, cure), xxhash.xxh3_128()
+    arrays = map_tensors(path, cure)
+    digest = xxhash.xxh3_128()
     for name in DOCUMENTS:
         digest.update(arrays[name].tobytes())
     return digest.hexdigest()

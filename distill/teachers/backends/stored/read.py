@@ -81,8 +81,10 @@ class Shards:
         owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         within = np.concatenate([none[:, 0].astype(np.int32), *(np.arange(size, dtype=np.int32) for size in sizes)])
         order = np.argsort(halves[:, 0], kind="stable")
-        self._first, self._second = halves[order, 0], halves[order, 1]
-        self._owner, self._within = owner[order], within[order]
+        self._first = halves[order, 0]
+        self._second = halves[order, 1]
+        self._owner = owner[order]
+        self._within = within[order]
         self.stored = sum(int(shard["offsets"][-1]) for shard in self.shards)
 
     def find(self, key: bytes) -> tuple[int, int] | None:
@@ -91,13 +93,13 @@ class Shards:
         place = int(np.searchsorted(self._first, first))
         while place < len(self._first) and self._first[place] == first:
             if self._second[place] == second:
-                shard, document = int(self._owner[place]), int(self._within[place])
+                shard = int(self._owner[place])
+                document = int(self._within[place])
                 return shard, document
             place += 1
         return None
 
     def has(self, key: bytes) -> bool:
-        """Return whether a document can be read."""
         return self.find(key) is not None
 
     def gather(self, rows: Sequence[Sequence[Document]]) -> Callable[[], dict[str, torch.Tensor]]:
@@ -126,7 +128,8 @@ class Shards:
         """Return what is stored of some documents, concatenated; named as in the batch."""
         whole = {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
         if self.is_hidden:
-            bits, dtype = torch.from_numpy(whole.pop("hidden")), DTYPES[self.manifest["dtype"]]
+            bits = torch.from_numpy(whole.pop("hidden"))
+            dtype = DTYPES[self.manifest["dtype"]]
             scale = {f"{PREFIX}{name}": torch.from_numpy(values) for name, values in whole.items()}
             return {f"{PREFIX}hidden": bits.view(dtype), **scale}
         ids = join_ids(whole["ids"], whole.get("ids_high"), self.manifest["vocabulary"])
@@ -231,7 +234,8 @@ class TeacherCache(Shards):
             if sum_of_sums(path, self.cure) != sums[number]:
                 raise self._damaged(path, "its list of documents is not the one written")
         head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
-        if fault := first_damaged_file(self.path, head):
+        fault = first_damaged_file(self.path, head)
+        if fault:
             raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
         self.shards = [map_tensors(shard_path(self.path, number), self.cure) for number in range(len(sizes))]
         self._index()
@@ -247,7 +251,9 @@ class TeacherCache(Shards):
         Raises:
             ValueError: how many are missing, and the first of them.
         """
-        total, missing, first = 0, 0, ""
+        total = 0
+        missing = 0
+        first = ""
         for number, row in enumerate(rows_of(rows)):
             for document in documents_of(row):
                 total += 1

@@ -85,7 +85,9 @@ class StoredPlan(TeacherPlan):
         self, inner: TeacherPlan, section: TeacherSection, field: str = "teacher", *, writes: bool = True
     ) -> None:
         super().__init__(inner.recipe, section, field)
-        self.inner, self.sections, self.shardable = inner, inner.sections, inner.shardable
+        self.inner = inner
+        self.sections = inner.sections
+        self.shardable = inner.shardable
         folder = section.online_cache
         self.folder = Path(folder).expanduser() if folder is not None and writes else None
         self.required: dict[bytes, int] = {}
@@ -132,12 +134,14 @@ class StoredPlan(TeacherPlan):
         return Settings(section.top_k or 64, hidden, default_tail(self.recipe.loss), dtype)
 
     def measure(self) -> Measure:
-        if (plan := self.plan) is not None:
+        plan = self.plan
+        if plan is not None:
             return cache_measure(plan)
         if self.sent_top_k:
             return self.inner.measure()
         settings = self.settings()
-        kind, temperature = "hidden" if settings.hidden else "top_k", self.recipe.loss.temperature
+        kind = "hidden" if settings.hidden else "top_k"
+        temperature = self.recipe.loss.temperature
         return cache_measure({"kind": kind, "k": settings.k, "tail": settings.tail, "temperature": temperature})
 
     def copy_cached_state(self, other: TeacherPlan) -> None:
@@ -145,7 +149,8 @@ class StoredPlan(TeacherPlan):
             return
         self.inner.copy_cached_state(other.inner)
         if self.recipe.data == other.recipe.data:
-            self.required, self.noted = other.required, other.noted
+            self.required = other.required
+            self.noted = other.noted
 
     def note_data(self, splits: Splits) -> None:
         """Note the documents that have to be stored."""
@@ -188,7 +193,8 @@ class StoredPlan(TeacherPlan):
         shape = self.shapes()[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
-        opened, self._dtype = self.inner.footprint(context), context.precision.teacher
+        opened = self.inner.footprint(context)
+        self._dtype = context.precision.teacher
         head = shape.head * context.precision.teacher.itemsize if context.sharded else 0.0
         return opened._replace(weights=opened.weights + head, token_bytes=2 * opened.token_bytes)
 
@@ -196,7 +202,8 @@ class StoredPlan(TeacherPlan):
         """Return the teacher's size and the bytes on disk, in words."""
         if self.folder is None and not self.settings().hidden:
             return f"{self.inner.size_text()}; {self.settings().k} tokens of each distribution"
-        width, count = self._width(), sum(self.required.values())
+        width = self._width()
+        count = sum(self.required.values())
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
             amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
@@ -207,7 +214,8 @@ class StoredPlan(TeacherPlan):
         return text
 
     def _width(self) -> int:
-        settings, shape = self.settings(), self.shapes()[0]
+        settings = self.settings()
+        shape = self.shapes()[0]
         if self._dtype is None:
             self._dtype = resolve_precision(self.recipe, resolve_device(self.recipe.train)).teacher
         dtype = settings.dtype or self.inner.stored_dtype() or str(self._dtype).removeprefix("torch.")
@@ -238,16 +246,20 @@ class StoredPlan(TeacherPlan):
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
-        student, layers = self.recipe.student, None  # type: Student, list[int] | dict[str, object] | None
+        # type: Student, list[int] | dict[str, object] | None
+        student = self.recipe.student
+        layers = None
         content: Mapping[str, object]
         if head is None:
             assert isinstance(inner.format, TopKFormat)
-            content, dtype = {**inner.format.manifest}, None
+            content = {**inner.format.manifest}
+            dtype = None
             sent = self.inner.stored_dtype()
             if sent is not None:
                 content = {**content, "dtype": sent}
         else:
-            settings, dtype = self.settings(), str(head.weights.weight.dtype).removeprefix("torch.")
+            settings = self.settings()
+            dtype = str(head.weights.weight.dtype).removeprefix("torch.")
             settings = settings._replace(dtype=settings.dtype or dtype)
             rows = len(head.weights.weight)
             columns = rows if settings.hidden else self._columns(vocabulary, rows)
@@ -291,7 +303,8 @@ class StoredPlan(TeacherPlan):
     def _is_complete(self, vocabulary: Vocabulary) -> bool:
         """Return whether all is stored; then the cache is closed."""
         assert self.folder is not None
-        if (plan := self.plan) is None:
+        plan = self.plan
+        if plan is None:
             self._require_empty()
             return False
         require_same_teacher(self.maker(), self.recipe, vocabulary.teacher_tokenizer, plan, self.folder)
@@ -314,16 +327,19 @@ class StoredPlan(TeacherPlan):
 
     def _begin_locked(self, plan: Plan, kept: StoredTeacher, context: LoadContext, tokenizer: object) -> Plan:
         assert self.folder is not None
-        if (begun := self.plan) is not None:
+        begun = self.plan
+        if begun is not None:
             self._require_same(begun, plan)
-        if problems := self.room_problems():
+        problems = self.room_problems()
+        if problems:
             raise ValueError(problems[0])
         if begun is not None:
             plan = begun
         else:
             write_signed(self.folder / PLAN, plan)
         if not (self.folder / MANIFEST).is_file():
-            cut, student = None, self.recipe.student
+            cut = None
+            student = self.recipe.student
             if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():
                 plain = student.model_copy(update={"lora": None})
                 alone = context.calibration._replace(shares=False)  # this process begins for all

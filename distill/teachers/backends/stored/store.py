@@ -45,8 +45,11 @@ from distill.teachers.backends.stored.plan import begin_lock, close_cache, shard
 from distill.teachers.backends.stored.read import KEPT_CURE, Shards
 from distill.teachers.backends.stored.settings import SHARD_BYTES
 
-MOST_LISTINGS, LOOK_S = 600, 0.05  # of shards that are renamed meanwhile, and seconds between two
-PART, SETTLED = f"{SHARD}part-", "settled.json"
+# of shards that are renamed meanwhile, and seconds between two
+MOST_LISTINGS = 600
+LOOK_S = 0.05
+PART = f"{SHARD}part-"
+SETTLED = "settled.json"
 log = logging.getLogger(__name__)
 _locks: dict[Path, int | None] = {}  # held until this process ends
 
@@ -59,7 +62,6 @@ class Piece(NamedTuple):
     stop: int
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the outputs at these positions."""
         tensors = self.answer.wait().items()
         return as_arrays({name: tensor[self.start : self.stop] for name, tensor in tensors})
 
@@ -83,7 +85,9 @@ class Store(Shards):
     def __init__(
         self, plan: Plan, folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
     ) -> None:
-        self.manifest, self.folder, self.path = plan, folder, folder or Path()
+        self.manifest = plan
+        self.folder = folder
+        self.path = folder or Path()
         self._mapped: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # by device and inode: names change
         self._pending: dict[bytes, Piece] = {}  # not mapped yet, the last ones not written
         self._unwritten: list[bytes] = []
@@ -139,7 +143,9 @@ class Store(Shards):
             break
         else:
             raise ValueError(f"{self.path}: its shards change names all the time; {self.cure}")
-        self._mapped, self._names, self.shards = mapped, names, list(mapped.values())
+        self._mapped = mapped
+        self._names = names
+        self.shards = list(mapped.values())
         self._index()
 
     def _mapped_file(self, path: Path) -> tuple[tuple[int, int], dict[str, np.ndarray]]:
@@ -172,7 +178,8 @@ class Store(Shards):
 
     def add(self, documents: Iterable[Document], tensors: Mapping[str, torch.Tensor]) -> None:
         """Add the teacher's outputs for documents, in their order; documents that are stored already do not change."""
-        answer, start = HostCopy(tensors), 0
+        answer = HostCopy(tensors)
+        start = 0
         for document in documents:
             stop = start + len(document.predicting)
             if not self.has(document.key):
@@ -186,7 +193,9 @@ class Store(Shards):
     def forget(self) -> None:
         """Drop outputs that will not be written: without a folder, or where another run stores."""
         if not self.writes:
-            self._pending, self._unwritten, self._waiting = {}, [], 0
+            self._pending = {}
+            self._unwritten = []
+            self._waiting = 0
 
     def write(self) -> None:
         """Begin to write a part of all pending outputs, in a thread."""
@@ -195,8 +204,11 @@ class Store(Shards):
             return
         own = f"{PART}{self._rank:04d}-"
         numbers = [int(name[len(own) :].partition(".")[0]) for name in self._names if name.startswith(own)]
-        keys, self._unwritten, self._waiting = self._unwritten, [], 0
-        pieces, name = [self._pending[key] for key in keys], f"{own}{max(numbers, default=-1) + 1:05d}.safetensors"
+        keys = self._unwritten
+        self._unwritten = []
+        self._waiting = 0
+        pieces = [self._pending[key] for key in keys]
+        name = f"{own}{max(numbers, default=-1) + 1:05d}.safetensors"
         pool = ThreadPoolExecutor(1)
         self._writing = name, keys, pool.submit(write_part, self.path / name, keys, pieces)
         pool.shutdown(wait=False)

@@ -84,7 +84,9 @@ class CachedTeacher(Teacher):
     stores_outputs = True
 
     def __init__(self, store: Shards, device: torch.device, dtype: torch.dtype) -> None:
-        self.store, self.device, self.dtype = store, device, dtype
+        self.store = store
+        self.device = device
+        self.dtype = dtype
         self._begin_reading()
 
     def _begin_reading(self) -> None:
@@ -105,7 +107,8 @@ class CachedTeacher(Teacher):
         batched = documents_in(batch)
         if batched in self._reading or len(self._reading) > MOST_READ:
             return
-        read, device = self.store.gather(batched.rows), self.device
+        read = self.store.gather(batched.rows)
+        device = self.device
         self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
 
     def targets(self, batch: Batch) -> Targets:
@@ -150,8 +153,11 @@ class StoredTeacher(CachedTeacher):
         head = head or head_of(inner)
         dtype = torch.float32 if head is None else head.weights.weight.dtype
         super().__init__(store, device or (torch.device("cpu") if head is None else head.weights.weight.device), dtype)
-        self.inner, self.filled, self.head = inner, store, head
-        self.models, self.rows = inner.models, inner.rows
+        self.inner = inner
+        self.filled = store
+        self.head = head
+        self.models = inner.models
+        self.rows = inner.rows
         self.format = inner.format if store.is_hidden else TopKFormat(store.manifest)
         self.columns = (*inner.columns, documents_column)
         if store.folder is not None:
@@ -220,7 +226,8 @@ class StoredTeacher(CachedTeacher):
             asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
             asked["valid_rows"] = trained_rows(asked)
         else:
-            indices, asked = list(range(len(batch["input_ids"]))), _without_documents(batch)
+            indices = list(range(len(batch["input_ids"])))
+            asked = _without_documents(batch)
         documents = [document for n in indices if n < len(rows) for document in rows[n]]
         tensors = self._outputs(asked, documents)
         if not new_rows:
@@ -243,7 +250,8 @@ class StoredTeacher(CachedTeacher):
 
         Tokens are drawn by the first document's key.
         """
-        plan, place = self.store.manifest, asked["valid_rows"]
+        plan = self.store.manifest
+        place = asked["valid_rows"]
         if self.head is None:
             return stored_top_k(self.inner.sent(asked), plan)
         hidden = self.inner.targets(asked)
@@ -282,7 +290,8 @@ class StoredTeacher(CachedTeacher):
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return the teacher's responses, and store them for runs that will not load it."""
-        answers, store = self.inner.respond(prompts, settings), self.filled
+        answers = self.inner.respond(prompts, settings)
+        store = self.filled
         if answers is None or store.folder is None or not is_main_process():
             return answers
         if store.writes and not (store.folder / MANIFEST).is_file():
@@ -319,7 +328,8 @@ def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | T
         batch: Collated batch with `input_ids` [B, S], `valid_rows` and the stored tensors.
         dtype: Dtype of the returned hidden states.
     """
-    shape, rows = batch["input_ids"].shape, batch["valid_rows"]
+    shape = batch["input_ids"].shape
+    rows = batch["valid_rows"]
     stored = {name.removeprefix(PREFIX): value for name, value in batch.items() if name.startswith(PREFIX)}
     if plan["kind"] == "hidden":
         return spread(unpack_hidden(stored["hidden"], stored.get("hidden_scale"), dtype), rows, shape)

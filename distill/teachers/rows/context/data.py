@@ -111,7 +111,8 @@ class ContextEncoder(Encoder):
                 tally.left_out += len(own) - len(pairs)
                 tally.see_roles(sample.messages or ())
         readings = dict(zip(map(id, rows), self._readings(others), strict=True))
-        kept, faults = set[int](), dict[int, list[RowFault]]()
+        kept = set[int]()
+        faults = dict[int, list[RowFault]]()
         for part, ids, labels in self.encode_partly(rows, tally):
             try:
                 both = self._both(ids, labels, readings[id(part)], part.origin, tally)
@@ -172,7 +173,8 @@ class ContextEncoder(Encoder):
         if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
             raise RowFault("the response has other tokens after the teacher's context", f"{len(answer)} tokens")
         surplus = max(len(ids), len(other), self.max_length) - self.max_length
-        keep, other_keep = len(ids) - surplus, len(other) - surplus
+        keep = len(ids) - surplus
+        other_keep = len(other) - surplus
         if keep < 2 or (labels[:keep] == IGNORE_INDEX).all():
             raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(other)} tokens")
         tally.truncated += surplus > 0
@@ -207,7 +209,8 @@ class ContextEncoder(Encoder):
         """Return the sample with the context in its place; unchanged where there is none."""
         if self.prompt.context is None:
             return sample
-        text, place = encodable(text), self.prompt.context.place
+        text = encodable(text)
+        place = self.prompt.context.place
         if sample.messages is None:
             prompt = sample.prompt or ""
             joint = prompt[len(prompt.rstrip()) :]
@@ -273,7 +276,8 @@ def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed
         template_of(data, tokenizer, kwargs=prompt.chat_template_kwargs, field="teacher")  # reads them, or is refused
 
     def encoder(format: Format, part: Part) -> ContextEncoder:
-        options, most = ChatOptions.of(part.data), part.data.max_length
+        options = ChatOptions.of(part.data)
+        most = part.data.max_length
         return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(prompt)
 
     return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)
@@ -307,7 +311,8 @@ class ContextColumns(ReadingColumns):
         Raises:
             ValueError: they are other tokens.
         """
-        own, ids = (np.asarray(row[name]) for name in ("labels", f"{PREFIX}input_ids"))
+        own = np.asarray(row["labels"])
+        ids = np.asarray(row[f"{PREFIX}input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         bounds = (document_bounds(row[f"{reader}position_ids"]) for reader in ("", PREFIX))
         for (start, end), (_, other_end) in zip(*bounds, strict=True):

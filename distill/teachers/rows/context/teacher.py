@@ -34,7 +34,8 @@ class ContextTeacher(ReadingTeacher):
         prompt: The teacher's prompts, for `respond`; None where that is not used.
     """
 
-    reading, reads = "context", ContextColumns
+    reading = "context"
+    reads = ContextColumns
     needed = ("teacher_input_ids", "teacher_rows")
 
     def __init__(self, teacher: Teacher | nn.Module, prompt: TeacherPrompt | None = None) -> None:
@@ -48,7 +49,8 @@ class ContextTeacher(ReadingTeacher):
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
-        mine, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
+        mine = batch["input_ids"].numel()
+        other = batch["teacher_input_ids"].numel()
         line = (
             f"the teacher reads {other:,} tokens where the student reads {mine:,} (first held-out batch, with "
             f"padding); the {len(batch['valid_rows']):,} that are trained on are the same for both"
@@ -65,7 +67,8 @@ class ContextTeacher(ReadingTeacher):
             return self.inner.respond(prompts, settings)
         if context.columns:
             return None
-        text, place = filled(context, {}), context.place
+        text = filled(context, {})
+        place = context.place
         system = [{"role": "system", "content": text}] if place == "system" else []
         wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
         turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]

@@ -113,7 +113,8 @@ def matching_ends(tokens: Iterable[bytes | None], text: bytes) -> np.ndarray:
 
     Spaces as in `token_ends`.
     """
-    ends, position = list[int](), 0
+    ends = list[int]()
+    position = 0
     for token in tokens:
         if token is None:
             break
@@ -138,7 +139,8 @@ def common_boundaries(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tup
     """
     common = np.intersect1d(student_ends, teacher_ends)
     common = np.concatenate([[0], common[common > 0]]).astype(np.int64)
-    of_student, of_teacher = (np.searchsorted(ends, common, side="right") for ends in (student_ends, teacher_ends))
+    of_student = np.searchsorted(student_ends, common, side="right")
+    of_teacher = np.searchsorted(teacher_ends, common, side="right")
     return common, of_student, of_teacher
 
 

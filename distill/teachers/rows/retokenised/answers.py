@@ -28,7 +28,8 @@ class TeacherReader:
     """
 
     def __init__(self, student: Reader, teacher: Reader) -> None:
-        self.student, self.teacher = student, teacher
+        self.student = student
+        self.teacher = teacher
         self.ends = dict(end_pairs(student, teacher))
         self.spaces = tuple(reader.space_before_answers().encode() for reader in (student, teacher))
         self._special = {number for number, token in teacher.tokenizer.added_tokens_decoder.items() if token.special}
@@ -66,8 +67,10 @@ class TeacherReader:
         run = boundaries_of(np.array([0, *ends]), np.array([0, *others]), skipped, shift, len(said.encode())) - 1
         complete = len(run) > 0 and run[-1].tolist() == [len(text), len(ids)]
         if end is not None and complete:
-            ids, run = [*ids, end], np.concatenate([run, run[-1:] + 1])
-        own, other = len(prompt), len(teacher_prompt)
+            ids = [*ids, end]
+            run = np.concatenate([run, run[-1:] + 1])
+        own = len(prompt)
+        other = len(teacher_prompt)
         spans = [
             (own + a, own + b, other + c, other + d)
             for (a, c), (b, d) in zip(run[:-1].tolist(), run[1:].tolist(), strict=True)
@@ -78,7 +81,8 @@ class TeacherReader:
 
     def _ends(self, ids: Sequence[int]) -> list[int]:
         """Return where each token ends, in bytes, up to the first one that stands for none."""
-        ends, place = list[int](), 0
+        ends = list[int]()
+        place = 0
         for number in ids:
             token = self.student.spelled[number] if number < len(self.student.spelled) else None
             if token is None:
@@ -94,8 +98,10 @@ class TeacherReader:
     def _between(self, reference: Sequence[int], teacher_reference: Sequence[int]) -> tuple[bytes, bytes]:
         """Return what each reading has before the text of the data's answer, in bytes."""
         if reference and teacher_reference and self.ends.get(reference[-1]) == teacher_reference[-1]:
-            reference, teacher_reference = reference[:-1], teacher_reference[:-1]
-        own, other = self._bytes(self.student, reference), self._bytes(self.teacher, teacher_reference)
+            reference = reference[:-1]
+            teacher_reference = teacher_reference[:-1]
+        own = self._bytes(self.student, reference)
+        other = self._bytes(self.teacher, teacher_reference)
         if not own and not other:  # a prompt alone
             own, other = self.spaces
         same = 0
@@ -116,7 +122,9 @@ class TeacherReader:
         begin = next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in self._special), 0)
         special = self._bytes(self.teacher, prompt[begin : begin + 1]) if prompt[begin] in self._special else b""
         if begin == 0 and prompt[:1] == self.teacher.beginning:
-            begin, special = 1, b""  # what `read` leaves out
+            # what `read` leaves out
+            begin = 1
+            special = b""
         context = self._bytes(self.teacher, prompt[begin:])[len(special) :]
         heads = []
         with contextlib.suppress(UnicodeDecodeError):  # a prompt that was cut within a character

@@ -51,7 +51,8 @@ class CrossReport(DataReport):
         super().count(documents, chosen, held_out_of, held_out)
         spans = documents.columns["spans"].take(chosen)[0].reshape(-1, 2, 2)
         widths = spans[:, :, 1] - spans[:, :, 0]
-        self.spans, self.single = len(widths), int((widths == 1).all(1).sum())
+        self.spans = len(widths)
+        self.single = int((widths == 1).all(1).sum())
         self.span_tokens, self.teacher_span_tokens = widths.sum(0, dtype=np.int64).tolist()
         self.trained_tokens += self.span_tokens - self.spans  # a span has one label
 

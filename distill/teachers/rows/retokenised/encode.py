@@ -78,7 +78,9 @@ class Reader:
     """
 
     def __init__(self, tokenizer: Any, template: ChatTemplate | None, field: str) -> None:
-        self.tokenizer, self.template, self.side = tokenizer, template, field.partition(".")[0]
+        self.tokenizer = tokenizer
+        self.template = template
+        self.side = field.partition(".")[0]
         self.spelled = token_bytes(tokenizer, field)
         self.end = tokenizer.eos_token_id
         self.beginning = tokens_before_text(tokenizer)
@@ -96,9 +98,12 @@ class Reader:
         Raises:
             RowFault: the tokens do not spell the text.
         """
-        ids, ends, before = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], 0
+        ids = [np.zeros(0, dtype=np.int32)]
+        ends = [np.zeros(0, dtype=np.int64)]
+        before = 0
         for block in split_text(text):
-            here, raw = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"], block.encode()
+            here = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
+            raw = block.encode()
             found = token_ends(here, self.spelled, raw)
             if found is None and not partly:
                 raise RowFault(
@@ -198,8 +203,10 @@ class PairEncoder(RowEncoder):
         max_length: int,
         options: ChatOptions = ChatOptions(),  # noqa: B008
     ) -> None:
-        self.sides, self.format = (student, teacher), format
-        self.max_length, self.options = max_length, options
+        self.sides = (student, teacher)
+        self.format = format
+        self.max_length = max_length
+        self.options = options
         self.ends = [[student.end], [teacher.end]] if None not in (student.end, teacher.end) else [[], []]
 
     def settings(self) -> list[object]:
@@ -227,7 +234,8 @@ class PairEncoder(RowEncoder):
                 elif sample.messages is not None:
                     pairs = self._chat(sample, tally)
                 elif sample.prompt is not None:
-                    prompt, completion = encodable(sample.prompt), encodable(sample.text or "")
+                    prompt = encodable(sample.prompt)
+                    completion = encodable(sample.text or "")
                     pairs = [self._completion(prompt, completion, tally, ended=not sample.truncated)]
                 else:
                     pairs = self._pieces(encodable(sample.text or ""))
@@ -239,7 +247,11 @@ class PairEncoder(RowEncoder):
         """Return the pairs of running text, cut where both readings have a token end."""
         readings, boundaries, before = self._common(text)
         by_side = np.ascontiguousarray(boundaries.T)  # searchsorted copies what has strides
-        pairs, starts, first, last, origin = [], [0, 0], 0, len(boundaries) - 1, text_hash(text)
+        pairs = []
+        starts = [0, 0]
+        first = 0
+        last = len(boundaries) - 1
+        origin = text_hash(text)
         while first < last:
             room = [starts[side] + self.max_length - len(before[side]) for side in (0, 1)]
             stop = min(int(np.searchsorted(by_side[side], room[side], "right")) for side in (0, 1)) - 1
@@ -249,9 +261,11 @@ class PairEncoder(RowEncoder):
                 stop -= 1  # the last span, the end of the text, would stand alone, with nothing before it to learn from
             cuts = boundaries[first : stop + 1]
             ids = [_joined(before[side], readings[side][starts[side] : cuts[-1, side]]) for side in (0, 1)]
-            if pair := self._cut(ids, [cuts - starts + [len(own) for own in before]], origin):
+            pair = self._cut(ids, [cuts - starts + [len(own) for own in before]], origin)
+            if pair:
                 pairs.append(pair)
-            first, starts = stop, cuts[-1].tolist()
+            first = stop
+            starts = cuts[-1].tolist()
             before = [side.beginning for side in self.sides]
         return pairs
 
@@ -302,7 +316,8 @@ class PairEncoder(RowEncoder):
         """Return the pair of a prompt, masked from the loss, and its completion."""
         text = prompt + completion
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
-        start, stop = len(prompt.encode()), len(text.encode())
+        start = len(prompt.encode())
+        stop = len(text.encode())
         run = boundaries_of(ends_s, ends_t, start, start, stop - start)
         before, after = self._around(ids_s, ids_t)
         after = after if ended else [[], []]
@@ -328,7 +343,9 @@ class PairEncoder(RowEncoder):
                 rewritten=student.rewritten or teacher.rewritten, named=tuple({*student.named, *teacher.named})
             )
         )
-        pairs, faults, origin = list[TokenizedPair](), list[RowFault](), text_hash(encodable(student.examples[-1].text))
+        pairs = list[TokenizedPair]()
+        faults = list[RowFault]()
+        origin = text_hash(encodable(student.examples[-1].text))
         last = len(sample.messages or ()) - 1
         for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
             ended = not (sample.truncated and own.turns[-1] == last)
@@ -345,12 +362,16 @@ class PairEncoder(RowEncoder):
         self, example: RenderedChat, other_example: RenderedChat, tally: RowCounts, *, ended: bool
     ) -> TokenizedPair:
         """Return the pair of a chat as both templates render it; not `ended`, its last turn was cut off."""
-        text, other_text = encodable(example.text), encodable(other_example.text)
-        parts, other_parts = self.sides[0].parts(example), self.sides[1].parts(other_example)
+        text = encodable(example.text)
+        other_text = encodable(other_example.text)
+        parts = self.sides[0].parts(example)
+        other_parts = self.sides[1].parts(other_example)
         if len(parts) != len(other_parts):
             raise RowFault("the two chat templates mark different turns", f"{len(parts)} and {len(other_parts)}")
-        (ids_s, ends_s), (ids_t, ends_t) = self.sides[0].read(text), self.sides[1].read(other_text)
-        runs, begins = [], []
+        ids_s, ends_s = self.sides[0].read(text)
+        ids_t, ends_t = self.sides[1].read(other_text)
+        runs = []
+        begins = []
         turns = zip(example.spans, other_example.spans, strict=True)
         for own, other, ((start, _), (other_start, _)) in zip(parts, other_parts, turns, strict=True):
             bytes_before = len(text[:start].encode()), len(other_text[:other_start].encode())
@@ -376,9 +397,11 @@ class PairEncoder(RowEncoder):
         for side in self.sides:
             if sample.messages is not None:
                 assert side.template is not None
-                text, before = side.template.prompt(sample.messages, sample.tools, sample.template_kwargs), list[int]()
+                text = side.template.prompt(sample.messages, sample.tools, sample.template_kwargs)
+                before = list[int]()
             else:
-                text, before = sample.prompt or "", side.beginning
+                text = sample.prompt or ""
+                before = side.beginning
             ids, _ = side.read(encodable(text))
             made.append(_joined([] if ids[:1].tolist() == before else before, ids))
         starts = np.array([[len(ids) for ids in made]])

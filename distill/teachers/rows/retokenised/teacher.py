@@ -96,7 +96,8 @@ class CrossTeacher(ReadingTeacher):
         ValueError: it gives K tokens of each distribution, which are of another vocabulary than the student's.
     """
 
-    reading, reads = "retokenised", CrossColumns
+    reading = "retokenised"
+    reads = CrossColumns
     needed = ("teacher_input_ids", "spans")
     only_for_rollouts = ("answer_starts",)
 
@@ -106,11 +107,13 @@ class CrossTeacher(ReadingTeacher):
             raise ValueError(
                 "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
             )
-        self.hidden, self.shared = self.inner.format, shared
+        self.hidden = self.inner.format
+        self.shared = shared
         self.format = self.spans = SpansFormat(self.hidden, shared)
 
     def targets(self, batch: Batch) -> SpanTargets:
-        spans, hidden = batch["spans"], self.inner.targets(self.inner_batch(batch))
+        spans = batch["spans"]
+        hidden = self.inner.targets(self.inner_batch(batch))
         assert isinstance(hidden, torch.Tensor)
         return SpanTargets(hidden, Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"], batch["teacher_input_ids"])
 
@@ -118,7 +121,8 @@ class CrossTeacher(ReadingTeacher):
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher, and report the share of its probability on tokens that the student has."""
         lines = self.inner.validate_first_batch(self.inner_batch(batch), None, pairing)
-        targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
+        targets = self.targets(batch)
+        loss = self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
         with self.hidden.head.open() as head:
             share = loss.matched(targets, head, pairing.columns).item()
         matched = (
@@ -164,7 +168,9 @@ class CrossVocabulary(Vocabulary):
             raise ValueError(
                 f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
             )
-        self.recipe, self.source, self.inner = recipe, source, source.inner.vocabulary()
+        self.recipe = recipe
+        self.source = source
+        self.inner = source.inner.vocabulary()
         self.tokenizer = with_template(load_tokenizer(recipe.student, "student"), recipe.data)
         self.student_tokenizer = self.tokenizer
         self.teacher_tokenizer = self.inner.teacher_tokenizer
