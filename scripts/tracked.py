@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "kernels": (".py", "py.typed", "pyproject.toml", "LICENSE"),
     "recipes": (".py", ".yaml", ".jsonl", "config.json", "recipe.schema.json"),
     "scripts": (".py", ".jsonl", ".yaml", ".svg", ".md", ".txt"),
-    "tests": (".py", "golden_runs.json", "stored_by_0_1.tar.xz"),
+    "tests": (".py", ".jsonl", ".yaml", "golden_runs.json", "recorded_vllm.json.xz", "stored_by_0_1.tar.xz"),
 }
 PROGRAMS = {".ci/run"}
 

@@ -191,7 +191,8 @@ def test_the_command_draws_by_them(tmp_path, monkeypatch):
     answers = {name: [row["completion"] for row in own] for name, own in rows.items()}
     assert answers["k"] == answers["p"] == answers["m"] == answers["greedy"] != answers["free"]
     made = [rows[name][0]["sampled"] for name in ("free", "k", "p", "m")]
-    assert set(made[0]) == {"by", "max_new_tokens", "temperature", "seed"}
+    settings = {"by", "max_new_tokens", "temperature", "seed"}
+    assert set(made[0]) == settings | {"ended", "prompt", "same_text", "tokenizer"}
     assert [made[1]["top_k"], made[2]["top_p"], made[3]["min_p"]] == [1, 0.00001, 1.0]
     again = ["sample", "r.yaml", "--prompts", "q.txt", "--from", "teacher", "--out", "k.jsonl", "--max-new-tokens", "6"]
     assert run_command([*again, "--temperature", "5"]) == 2

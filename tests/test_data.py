@@ -281,7 +281,8 @@ def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer):
         tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     )
     template = tmp_path / "t.jinja"
-    template.write_text("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    # the row's own text is multiplied beyond the memory that a template may take: not a row's fault, which is counted
+    template.write_text("{% for m in messages %}{{ m.content * 4000000000 }}{% endfor %}")
     with pytest.raises(ValueError, match=r"data\.chat_template"):
         load(path, tokenizer, chat_template=str(template))
     assert list(cache_root().iterdir()) == []

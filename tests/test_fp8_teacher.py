@@ -187,7 +187,6 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
-    from distill.models import fp8_teacher
     from distill.models.dtypes import resolve_precision
     from distill.models.patch.attention_choice import AttentionChoices
     from distill.models.sharding import SINGLE_PROCESS
@@ -195,7 +194,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     from distill.teachers.load_context import LoadContext
 
     ways = []
-    for module, name in ((fp8_teacher, "load_a_layer_at_a_time"), (model, "load_teacher")):
+    for module, name in ((model, "load_a_layer_at_a_time"), (model, "load_teacher")):
         monkeypatch.setattr(module, name, lambda *given, name=name, **more: ways.append(name))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))

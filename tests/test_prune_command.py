@@ -106,7 +106,7 @@ def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watc
     (found,) = json.loads(capsys.readouterr().out)
     assert found["from_teacher"]["layers"] == 4 and found["share"] == 0.5
     power = 2  # a clock that differs, as real ones do: the costs and the parts are those of the first time
-    watch.setattr("distill.models.prune.importance.select_parts", None)
+    watch.setattr("distill.teachers.calibration.select_parts", None)
     assert run_command(command) == 0
     assert json.loads(capsys.readouterr().out) == [found]
     power = 1

@@ -15,6 +15,7 @@ from distill.doctor.invariants import CHECKS
 from distill.models.prune import importance
 from distill.recipe import load, parse
 from distill.run import run
+from distill.teachers import calibration
 
 LINES = (f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
 TEXT = "\n".join(LINES)
@@ -73,7 +74,7 @@ def choices(watch):
         calls.append(len(rows))
         return choose(model, cut, rows)
 
-    watch.setattr(importance, "select_parts", counted)
+    watch.setattr(calibration, "select_parts", counted)
     return calls
 
 

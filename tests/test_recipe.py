@@ -50,7 +50,10 @@ def test_scalars_follow_yaml_1_2():
     [
         (),
         ("train.steps=null", "train.epochs=0.5", "train.warmup=0.1", "train.report_to=wandb"),
-        ("train.warmup=100", "train.arguments={'dataloader_pin_memory': false, x: [1, 2.5, null, {y: '1e-4'}]}"),
+        (
+            "train.warmup=100",
+            "train.arguments={'dataloader_pin_memory': false, lr_scheduler_kwargs: {x: [1, 2.5, null, {y: '1e-4'}]}}",
+        ),
         ("loss.terms=[{type: jsd, beta: 0.1}, {type: skew_reverse_kl, alpha: 0.3, weight: 2}, {type: tvd}]",),
         ("student.from_teacher.keep=[0, 3, 7]", "student.lora.targets=[q_proj, v_proj]", "teacher.adapter='~'"),
         ("student.init=random", "student.config='null'", "generate.prompts=['a: b', ' c', \"d\\n\", 'é']"),

@@ -148,10 +148,10 @@ def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, 
 
             prefetch_depth = 1
 
-            def submit(self, batch):
+            def prefetch(self, batch):
                 asked.append(batch)
 
-            def fault_of(self, batches):
+            def prefetch_error(self, batches):
                 order.append((list(batches), len(asked)))
 
         teacher = (Prefetching if asks else LoadedTeacher)(tiny_model(seed=1, hidden=64, dtype=torch.float64))

@@ -136,13 +136,14 @@ def test_mapped_columns_that_cannot_be_read_are_refused(tmp_path, fields, messag
 
 def test_what_only_the_teacher_reads_is_not_read_by_the_student(tmp_path):
     from distill.recipe.models import Context
+    from distill.recipe.teachers import TeacherPrompt
     from distill.teachers.rows.context.data import load_context_data
 
     rows = [{"question": f"When {n}?", "context": f"The bridge opened in {n}.", "answer": "Then."} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = Data(source=str(tmp_path / "rows.jsonl"), cache=False, packing=False, validation={"fraction": 0.3})
     tokenizer = tiny_tokenizer()
-    splits = load_context_data(data, tokenizer, Context(template="{context}"), seed=0)
+    splits = load_context_data(data, tokenizer, TeacherPrompt(Context(template="{context}"), {}, True), seed=0)
     assert not splits.report.unread
     for row in splits.train:
         assert "bridge" not in tokenizer.decode(row["input_ids"])

@@ -75,5 +75,5 @@ def test_hooks_run_what_ci_runs():
     entries = [hook["entry"] for hook in hooks[0]["hooks"]]
     commands = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     assert [entry for entry in entries if entry not in commands] == []
-    tools = ("ruff", "mypy", "zensical", "python -m scripts.docs", "python -m scripts.tracked")
+    tools = ("lint-imports", "ruff", "mypy", "zensical", "python -m scripts.docs", "python -m scripts.tracked")
     assert {command for command in commands if command.startswith(tools)} == set(entries)

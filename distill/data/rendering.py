@@ -72,6 +72,32 @@ class _Budget:
             raise RowFault(TOO_LONG, f"more than {CONVERSATION_SECONDS:g} s to render")
 
 
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names of the variables that a chat template reads and does not set itself.
+
+    Raises:
+        jinja2.TemplateSyntaxError: It is not valid Jinja.
+    """
+    from jinja2 import Environment, nodes
+    from jinja2.ext import Extension
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """The block {% generation %} of transformers, which stands for its content here."""
+
+        tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            """Return the statements inside of the block."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    # the options with which transformers compiles templates
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    return frozenset(find_undeclared_variables(environment.parse(source)))
+
+
 class Renderer:
     """Chat template bound to a tokenizer's special tokens and to keyword arguments, with its date frozen.
 
@@ -93,8 +119,7 @@ class Renderer:
             TemplateError: The text is not valid Jinja, or writes a date that cannot be frozen.
         """
         from jinja2 import TemplateSyntaxError
-        from jinja2.meta import find_undeclared_variables
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         self.source, self.frozen_date = freeze_date(source)
         self.kwargs = dict(kwargs or {})
@@ -110,8 +135,8 @@ class Renderer:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
             with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                environment = _compile_jinja_template(self.source).environment
-                self.reads = frozenset(find_undeclared_variables(environment.parse(self.source)))
+                render_jinja_template([], chat_template=self.source)  # compiles it, for no conversation
+                self.reads = variables_of(self.source)
         except TemplateSyntaxError as error:
             raise TemplateError(
                 f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"

@@ -129,7 +129,7 @@ class Train(Section):
             raise ValueError(f"optimizer: expected fused_adamw or a name of transformers' optim argument, {wrong}")
         for name in self.arguments:
             if name not in OWNED_ARGUMENTS and (wrong := unknown_name(name, argument_names())):
-                raise ValueError(f"arguments: expected fields of transformers' TrainingArguments, {wrong}")
+                raise ValueError(f"arguments.{name}: expected a field of transformers' TrainingArguments, {wrong}")
             if name in OWNED_ARGUMENTS:
                 raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")
         return self

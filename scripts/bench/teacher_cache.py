@@ -18,11 +18,12 @@ from distill_kernels import FusedAdamW
 
 from distill.caching.write import fill
 from distill.core.files import make_folder
+from distill.core.tensor_files import write_tensors
 from distill.data.collator import Collator, move_batch
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.archived import teacher_of_cache
-from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed, write_tensors
+from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import SHARD_BYTES
 from distill.teachers.backends.stored.store import Store
