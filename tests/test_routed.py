@@ -260,6 +260,6 @@ def test_responses_in_one_row_have_the_same_teachers(kind):
     (expected, theirs), (got, ours) = found
     assert got == expected and any(document[2] is not None or document[1] is not None for document in got)
     for mine, other in zip(ours, theirs, strict=True):
-        # models of float64 compute norms, rotations and attention's softmax in float32, whose vectorised sums follow the
-        # layout of rows on AVX2: equal to float32's rounding
+        # models of float64 compute norms, rotations and attention's softmax in float32, whose vectorised sums follow
+        # the layout of rows on AVX2: equal to float32's rounding
         torch.testing.assert_close(mine, other, rtol=0.0, atol=2e-7 * float(other.abs().max()))
