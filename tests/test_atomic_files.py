@@ -73,6 +73,7 @@ for value in itertools.count():
 """
 
 
+@pytest.mark.full
 def test_a_writer_that_is_killed_leaves_a_whole_file_and_what_the_next_one_removes(tmp_path):
     """Killed at twelve moments, drawn with a seed: the file is one that was written, to the bit."""
     moments, path = random.Random(7), tmp_path / "store" / "w.safetensors"

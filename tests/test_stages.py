@@ -111,6 +111,7 @@ def end_before_the_last_stage(run_folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "override, named",
     [
@@ -146,6 +147,7 @@ def test_a_later_stage_is_refused_another_teacher_than_the_earlier_ones_had(plac
     assert "teacher" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_damaged_result_is_no_finished_stage(place, finished, content, capsys):
     end_before_the_last_stage(place / "runs/tiny")
@@ -155,6 +157,7 @@ def test_a_damaged_result_is_no_finished_stage(place, finished, content, capsys)
     assert_same_student(place / "runs/tiny", finished / "runs/tiny")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_no_stage_starts_from_a_damaged_student(place, stage, name, capsys):

@@ -168,9 +168,14 @@ def end_in_the_second_stage(place):
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
-@pytest.mark.few(1)
+def seeds(count):
+    """Seeds of which the first is tried under `-m full`, the others under `-m slow`."""
+    rest = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, count)]
+    return [pytest.param(0, marks=pytest.mark.full), *rest]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_run_that_is_ended_at_any_moment_is_continued_to_the_same_bits(alone, tmp_path, number, seed):
     draw = random.Random(f"{number.name}-{seed}")
     place = copied(alone, tmp_path, finished=False)
@@ -183,9 +188,8 @@ def test_a_run_that_is_ended_at_any_moment_is_continued_to_the_same_bits(alone, 
     assert_ends_like(place, alone.expected)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)], ids=["both", "rank 0", "rank 1"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_two_ranks_that_are_killed_at_any_moment_are_continued_to_the_same_bits(together, tmp_path, victims, seed):
     draw = random.Random(f"{victims}-{seed}")
     place = copied(together, tmp_path, processes=2, finished=False)
@@ -209,10 +213,9 @@ KINDS = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("end", [end_before_the_last_stage, end_in_the_second_stage])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_flipped_bit_in_an_earlier_stage_is_refused_or_changes_nothing(alone, tmp_path, end, kind, seed):
     draw = random.Random(f"{end.__name__}-{kind}-{seed}")
     place = copied(alone, tmp_path)
@@ -238,9 +241,8 @@ def test_a_flipped_bit_in_an_earlier_stage_is_refused_or_changes_nothing(alone, 
 # -------------------------------------------------------------------------------------------- two starts, full disks
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_two_starts_of_one_run_end_in_one_run(alone, tmp_path, begun, seed):
     draw = random.Random(f"two-{begun}-{seed}")
     place = copied(alone, tmp_path, finished=False)
@@ -259,8 +261,7 @@ def test_two_starts_of_one_run_end_in_one_run(alone, tmp_path, begun, seed):
     assert_ends_like(place, alone.expected)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_after_a_full_disk_the_command_of_the_message_ends_the_run(alone, tmp_path, seed):
     """A limit on the size of a file stands for the disk: small files fit, weights and states do not."""
     draw = random.Random(f"full-{seed}")

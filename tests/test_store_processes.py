@@ -74,6 +74,7 @@ def assert_as_alone(place, alone, seed):
     assert all(torch.equal(ours[name], value) for name, value in alone[seed].items()), f"seed {seed}"
 
 
+@pytest.mark.full
 def test_three_runs_that_begin_one_store_at_once_end_as_each_alone(models, alone, tmp_path, monkeypatch):
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     started = {seed: start(tmp_path, seed) for seed in SEEDS}
