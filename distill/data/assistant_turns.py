@@ -72,8 +72,10 @@ class Turns:
         for number, turn, end, place in self._located(messages, tools, turns):
             piece = turn.text[end:]
             is_last = number == len(messages) - 1
+            # The turn's own text has a stop token that `_end` added, where the template does not close the last turn:
+            # the whole text gets it too. Earlier turns need none: the next message's header ends them.
             if is_last and not text.startswith(piece, place) and piece.startswith(text[place:].rstrip()):
-                text = text[:place] + piece  # the template does not close the last turn
+                text = text[:place] + piece
             if not text.startswith(piece, place):
                 return None
             spans += [(start - end + place, stop - end + place) for start, stop in turn.spans]
@@ -106,6 +108,8 @@ class Turns:
         """
         if number == 0:
             raise RowFault("the chat begins with the assistant", "no prompt before the response")
+        # `before` is what the model is given in inference, `upto` the same chat with its answer. The answer is what
+        # `upto` has after `before`. The rest of this method is for templates in which `before` is no prefix of `upto`.
         before = self._renderer.raw(messages[:number], tools, prompt=True).text
         upto, marks = self._renderer.raw(messages[: number + 1], tools, mark=self._renderer.marked)
         message = messages[number]
@@ -317,6 +321,9 @@ class Turns:
         answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
         head = list(messages[: answers[0]])
         rank = {number: place for place, number in enumerate(answers)}
+        # `skipped` messages after the head are left out of the window. A window begins one answer before the last turn
+        # of the previous chunk; that turn, rendered again in this window, ends at `end`, and in the whole text at
+        # `place`. What follows `end` in the window is compared with what follows `place` in the whole text.
         skipped = place = end = reached = 0
         for first in range(0, len(turns), CHUNK):
             chunk = turns[first : first + CHUNK]

@@ -70,6 +70,9 @@ def shared_prefixes(prompts: Sequence[Tokens], held: Collection[Tokens] = ()) ->
         prompts: token ids; equal ones count once.
         held: prompts that are known already, and have no parents.
     """
+    # In this order all prompts that begin with one text are neighbours, so the longest prefix that a prompt shares with
+    # an earlier one is shared with the one directly before it. A held prompt may be a parent wherever it stands: the
+    # nearest one after the prompt is tried too. Parents are always earlier or held, so no two are each other's.
     found: dict[Tokens, SharedPrefix] = {prompt: SharedPrefix(None, 0) for prompt in held}
     ordered = sorted({*prompts, *held}, reverse=True)  # longer ones before those that they begin with
     held_next: list[Tokens | None] = [None]
@@ -128,6 +131,7 @@ def plan_prefixes(
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     begins = dict(zip(computed, bounds.tolist(), strict=False))
     # of each prompt's tokens the one that is computed, or -1 - slot where a row holds it
+    # (parents come first: a child inherits the origin of every token of its prefix, wherever that came from)
     origin: dict[Tokens, np.ndarray] = {}
     for prompt, (parent, length) in known.items():
         if prompt in kept:

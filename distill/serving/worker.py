@@ -179,12 +179,16 @@ class Worker:
     def _take(self, before: _Forward | None) -> list[_Asked]:
         """Wait for the next jobs that share a forward pass; none once closed, or once `before` has ended."""
         with self._changed:
+            # Idle, the thread sleeps until a request arrives. While `before` is computed it polls the GPU's event
+            # instead, and leaves early only for a next pass that is worth launching: one that is full, since waiting
+            # cannot enlarge it, or any, once `before` is about to end and the GPU would otherwise stand idle.
             while not self._closed and not (before.is_ready() if before else self._jobs):
                 if before and self._jobs and (self._is_full() or time.perf_counter() > before.expected):
                     break
                 self._changed.wait(LOOKS_S if before else None)
             taken: list[_Asked] = []
             shares = Shares(self._forwards, self._budget)
+            # answers that are ready go out before anything else is launched
             if before and before.is_ready():
                 return taken
             while self._jobs:
@@ -206,6 +210,8 @@ class Worker:
     def _run(self) -> None:
         before: _Forward | None = None
         while not self._closed or self._jobs or before:
+            # At most two passes are in flight: the next is launched before the current one is waited for, so its
+            # kernels queue behind those of the current one while the outputs of that are copied to the host.
             taken = self._take(before)
             begun = self._begin(taken) if taken else None
             if before:
@@ -243,6 +249,7 @@ class Worker:
             self._fail(forward.taken, error)
             return
         now = time.perf_counter()
+        # a pass that was launched behind another one has computed since the end of that one, not since its launch
         seconds = now - max(forward.begun, self._ended)
         self.served["seconds"] += seconds
         self.served["forwards"] += 1

@@ -104,7 +104,6 @@ class Servers:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        # type: tuple[ServerConfig, str | None]
         self.config = config
         self.expected: str | None = None
         self._headers = {"accept": BINARY}

@@ -246,10 +246,11 @@ class StoredPlan(TeacherPlan):
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
-        # type: Student, list[int] | dict[str, object] | None
         student = self.recipe.student
         layers = None
         content: Mapping[str, object]
+        # Without a head, servers send K tokens: they are stored as they come. With one, hidden states are stored and
+        # the head once beside them, or K tokens that are computed from both.
         if head is None:
             assert isinstance(inner.format, TopKFormat)
             content = {**inner.format.manifest}
@@ -276,6 +277,7 @@ class StoredPlan(TeacherPlan):
         if self.option is None:
             plan["weights"] = None if inner.is_collective() else inner.fingerprint().get("weights")
         if self.folder is not None:
+            # the first process writes the plan; the others use what it wrote, or what another run wrote before
             teacher = StoredTeacher(inner, Store(plan, None, {}), head=head)
             begin = functools.partial(self._begin, plan, teacher, context, tokenizer)
             together = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -313,6 +315,7 @@ class StoredPlan(TeacherPlan):
         store = Store(plan, self.folder, self.required, all_parts=True)
         if not self.required or store.missing or (store.is_hidden and not (self.folder / HEAD).is_file()):
             return False
+        # a run that was killed after its last document has not written the manifest: with it, nothing is opened now
         if store.writes:
             store.close()
         return (self.folder / MANIFEST).is_file()
@@ -340,6 +343,7 @@ class StoredPlan(TeacherPlan):
         if not (self.folder / MANIFEST).is_file():
             cut = None
             student = self.recipe.student
+            # a run that finds everything stored does not open the teacher, so the student that is cut from it lies here
             if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():
                 plain = student.model_copy(update={"lora": None})
                 alone = context.calibration._replace(shares=False)  # this process begins for all
@@ -364,6 +368,8 @@ class StoredPlan(TeacherPlan):
 
     def _require_same(self, begun: Plan, now: Plan) -> None:
         """Check that what is stored is what this run would store; ValueError with the first difference."""
+        # Names that only one of the plans has are not compared: `weights` is unknown for a sharded teacher. A run
+        # takes tail and temperature from the folder (`measure`); a command asks for its own.
         of_top_k = ["k", *(["tail", "temperature"] if self.option else [])] if begun["kind"] == "top_k" else []
         same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *of_top_k)
         flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
