@@ -150,7 +150,9 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens, width", [(8192, 576), (8192, 4096), (65_536, 5120)])
+@pytest.mark.parametrize(
+    "tokens, width", [(8192, 576), (8192, 4096), pytest.param(65_536, 5120, marks=pytest.mark.heavy_gpu)]
+)
 def test_real_shapes(device, tokens, width):
     student, teacher, rows = states(device, tokens, width, torch.bfloat16)
     for metric in METRICS:

@@ -289,7 +289,9 @@ def test_errors_name_the_invalid_argument():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows, columns", [(8192, 2048), (151_936, 1536), (4096, 14_336)])
+@pytest.mark.parametrize(
+    "rows, columns", [(8192, 2048), pytest.param(151_936, 1536, marks=pytest.mark.heavy_gpu), (4096, 14_336)]
+)
 def test_kernel_equals_the_reference_on_shapes_of_real_models(device, name, rows, columns):
     w = torch.randn(rows, columns, device=device) * 0.02
     form = FORMATS[name]
