@@ -216,7 +216,8 @@ def compared(line: Headline, rows: list[dict[str, Any]]) -> tuple[dict[str, Any]
     if missing := {line.ours, *line.rivals} - found.keys():
         raise ValueError(f"no benchmark row of {line.where} for {sorted(missing)}")
     more = line.figure == "tokens_per_s"
-    best = (max if more else min)((found[name] for name in line.rivals), key=lambda row: row[line.figure])
+    better = max if more else min
+    best = better((found[name] for name in line.rivals), key=lambda row: row[line.figure])
     ours = found[line.ours]
     ratio = ours[line.figure] / best[line.figure]
     return ours, best, ratio if more else 1 / ratio

@@ -202,7 +202,8 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
 
 def _meant(field: str, name: str) -> str:
     """Return a suggestion of a field, which may be the one that was given, at the top of the recipe."""
-    return f"did you mean {field}{' of the recipe itself' * (field == name)}?"
+    where = " of the recipe itself" if field == name else ""
+    return f"did you mean {field}{where}?"
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:

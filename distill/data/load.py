@@ -384,7 +384,11 @@ def _pack(
     own = data.active_on_policy if data.packing else None
     new = 0 if own is None else own.max_new_tokens
     whole = data.generates_every_turn
-    key = cache_key("train", seed, *decided, *[new] * (new > 0), *["together"] * whole)
+    # no value for what does not apply: keys of files that were written before these settings existed stay valid
+    added: list[int | str] = [new] if new > 0 else []
+    if whole:
+        added.append("together")
+    key = cache_key("train", seed, *decided, *added)
     train = _dataset(key, trained, data, seed, new, together=whole)
     validation = _dataset(cache_key("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)

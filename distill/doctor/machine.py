@@ -153,8 +153,9 @@ def run_in_processes(
                 process.kill()
                 process.join()
             last = (output.read().strip().splitlines() or [""])[-1]
+            reason = f"{why}: {last:.300}" if last else why
         if jobs and (begun or not started):  # else it exited since the CUDA context was broken
-            yield CheckResult(jobs[0][0] if begun else "kernels", False, f"{why}{': ' * bool(last)}{last:.300}")
+            yield CheckResult(jobs[0][0] if begun else "kernels", False, reason)
             jobs = jobs[1:] if begun else ()
 
 

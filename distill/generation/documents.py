@@ -130,7 +130,11 @@ class Document:
 
     def hash(self, *more: int) -> bytes:
         """Return a 16-byte hash of the document, its sample and the integers `more`."""
-        text = ",".join([*map(str, (*more, *[self.sample] * (self.sample > 0), -1)), *[self._text] * bool(self.ids)])
+        numbers = [*more, self.sample, -1] if self.sample > 0 else [*more, -1]
+        parts = [str(number) for number in numbers]
+        if self.ids:
+            parts.append(self._text)
+        text = ",".join(parts)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def with_response(

@@ -51,7 +51,7 @@ class MicroBatchPlan(NamedTuple):
             next(responses) if replaced else own for own, replaced in zip(self.documents, self.replaced, strict=True)
         ]
         if one_row:
-            return [documents] * bool(documents)
+            return [documents] if documents else []
         if self.limit is None:
             return [[document] for document in documents]
         groups = best_fit(np.array([document.length for document in documents]), max_length)

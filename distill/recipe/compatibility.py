@@ -249,7 +249,9 @@ PROPERTIES: dict[str, Property] = {
         lambda recipe: (
             "student.from_teacher"
             if recipe.student.cut is not None
-            else "student.vocabulary: extend" * (recipe.student.vocabulary == "extend") or None
+            else "student.vocabulary: extend"
+            if recipe.student.vocabulary == "extend"
+            else None
         ),
         "leave teacher.ema out, or train a student as it is saved",
     ),

@@ -214,7 +214,8 @@ def curves_page(runs: Sequence[Run]) -> str:
             if lines:
                 chart = line_chart(Chart("", lines, key != "agreement"), f"{title}, {where}", 4.2, 2.3)
                 charts.append(f"<figure><figcaption>{html.escape(f'{title}, {where}')}</figcaption>{chart}</figure>")
-    note = "Lines are means over seeds, bands the range from lowest to highest. " * (len(runs) > len(groups))
+    has_seeds = len(runs) > len(groups)
+    note = "Lines are means over seeds, bands the range from lowest to highest. " if has_seeds else ""
     title = html.escape(" · ".join(run.folder.name for run in runs))
     about = f'<h1>Runs compared</h1><p class="note">{note}Agreement: the share of tokens {AGREEMENT}.</p>'
     return document(title, f'{about}{legend(dict(enumerate(names)))}<div class="charts pairs">{"".join(charts)}</div>')

@@ -220,7 +220,8 @@ def _rope_type(config: object) -> str:
 def _unread_settings(config: Any) -> list[str]:
     """Return the settings of a file that llama.cpp reads and transformers does not."""
     fixed_width = config.model_type == "qwen3" and attention_sizes(config)[2] != 128
-    return ["rope scaling"] * (_rope_type(config) == "llama3") + ["width of heads"] * fixed_width
+    settings = {"rope scaling": _rope_type(config) == "llama3", "width of heads": fixed_width}
+    return [name for name, present in settings.items() if present]
 
 
 def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan, name: str) -> None:

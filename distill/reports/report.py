@@ -281,7 +281,9 @@ def _charts(rows: Rows, measure: Measure) -> str:
         return f'<p class="note">{html.escape(HINT)}</p>{_values(charts)}'
     figures = []
     for panel, lines in charts:
-        last = "<small>held out</small> " * (lines[-1].name == "held out") + short(lines[-1].points[-1][1])
+        last = short(lines[-1].points[-1][1])
+        if lines[-1].name == "held out":
+            last = f"<small>held out</small> {last}"
         chart = line_chart(Chart("", lines, panel.from_zero), panel.title)
         figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
     names = {line.color: line.name for _, lines in charts for line in lines}

@@ -246,7 +246,8 @@ class StepGuard(StepListener):
             if self.interrupted:
                 # the second Ctrl-C: the handler that stood before, which may be the command's own
                 at_once = before[number]
-                return (at_once if callable(at_once) else signal.default_int_handler)(number, frame)
+                handler = at_once if callable(at_once) else signal.default_int_handler
+                return handler(number, frame)
             self.interrupted = True
             self._stop_requested.set()
             if is_main_process():

@@ -90,7 +90,8 @@ def _steps(
         optimizer.zero_grad()
         if cuda:
             torch.cuda.synchronize()
-        milliseconds += [(time.perf_counter() - start) * 1e3] * (step >= 3)
+        if step >= 3:
+            milliseconds.append((time.perf_counter() - start) * 1e3)
         losses.append(loss.item())
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     return {

@@ -147,8 +147,9 @@ MORE_ROWS: dict[str, list[Any]] = {
 def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
     """Plans that differ from `plan` in one kind of kernel, and that kind."""
     for kind, tiles in (FEW_ROWS if rows <= 32 else MANY_ROWS if rows <= 64 else MORE_ROWS).items():
+        made = AttentionConfig if kind == "attention" else Tile
         for tile in tiles:
-            yield kind, plan._replace(**{kind: (AttentionConfig if kind == "attention" else Tile)(*tile)})  # type: ignore[arg-type]
+            yield kind, plan._replace(**{kind: made(*tile)})  # type: ignore[arg-type]
 
 
 def slots_of(model: Any, shape: Shape) -> SequenceSlots:

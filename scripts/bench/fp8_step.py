@@ -81,7 +81,8 @@ def measured(name: str) -> Row:
     """One candidate; in a function of its own, so that nothing of it outlives it."""
     teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1).train()
     batch = make_batch(BATCH, LENGTH, student.config.vocab_size)
-    step = (our_candidate if name.startswith("ours") else rival)(name, teacher, student, batch)
+    make = our_candidate if name.startswith("ours") else rival
+    step = make(name, teacher, student, batch)
     meter, began = Meter(), time.perf_counter()
     for number in range(WARM):
         if number == WARM - 1:
@@ -197,7 +198,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         if only not in name or (quick and "compile" in name):
             continue
         try:
-            row = (measured_apart if name.startswith("torchao") else measured)(name)
+            measure = measured_apart if name.startswith("torchao") else measured
+            row = measure(name)
         except Exception as error:  # a rival that fails leaves the others' rows
             if name.startswith("ours"):
                 raise

@@ -123,7 +123,7 @@ def compare(engine: Engine, *, length: int, requests: int, limits: Limits, shape
                 f"p99 {p99:,.1f} ms, {served / rate:.0%} of its own forward, {busy:.0%} in forwards, "
                 f"{load.received / (requests * len(learned)):,.0f} bytes per trained token"
             )
-            name = f"{clients} client{'s' * (clients > 1)}"
+            name = "1 client" if clients == 1 else f"{clients} clients"
             yield Row("served", shape, name, ms=p50, tokens_per_s=served, note=note)
 
 

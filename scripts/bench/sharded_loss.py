@@ -116,7 +116,7 @@ def measure(rounds: int) -> list[Row]:
             Row(
                 "sharded head",
                 str(MAIN),
-                f"{name}, {ranks} rank{'s' * (ranks > 1)}",
+                f"{name}, 1 rank" if ranks == 1 else f"{name}, {ranks} ranks",
                 math.nan,
                 peak_mib=inputs.peak(steps[name]),
             )

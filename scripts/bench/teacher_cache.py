@@ -86,7 +86,8 @@ def seconds_a_step(objective: Any, student: Any, rows: list[Any], batch_size: in
     """Wall time of a step, data included, once warm."""
     device = next(student.parameters()).device
     cuda = device.type == "cuda"
-    optimizer = (FusedAdamW if cuda else torch.optim.AdamW)(student.parameters(), lr=1e-5)
+    kind = FusedAdamW if cuda else torch.optim.AdamW
+    optimizer = kind(student.parameters(), lr=1e-5)
     collate = Collator(0, omit_plain_positions=True, columns=objective.teacher.columns)
     source = batches(collate, rows, batch_size, device)
     start = 0.0

@@ -167,7 +167,9 @@ def draw(student: Model, prompts: Sequence[str], new: int) -> list[list[int]]:
 def as_encoded(student: Model, ids: Sequence[int]) -> list[int]:
     """Return the tokens that the tokenizer gives a drawn text, with its end."""
     text = str(student.tokenizer.decode(ids, skip_special_tokens=True))
-    return [*student.ids(text), *[student.reader.end] * (ids[-1] == student.reader.end)]
+    end = student.reader.end
+    words = student.ids(text)
+    return [*words, end] if ids[-1] == end else words
 
 
 @torch.no_grad()

@@ -232,7 +232,8 @@ def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
     student, splits = bench.student(setup, recipe), bench.splits(setup)
     before = bench.before(student, setup, recipe)
     teacher = bench.teacher_for(recipe)
-    quality = (Quality if teacher is bench.teacher else Judged)(bench, setup, recipe)
+    judge = Quality if teacher is bench.teacher else Judged
+    quality = judge(bench, setup, recipe)
     took = train(recipe, bench, student, splits, quality, teacher=teacher)
     row = row_of(setup, recipe, before, bench.judge(student, setup, recipe), quality.curve, took)
     del quality, student

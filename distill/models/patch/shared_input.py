@@ -98,7 +98,8 @@ def siblings_of(module: nn.Module) -> SharedInput | None:
         if len(layers) < len(names):
             continue
         kinds = {trait_of(layer, "group_kind") for layer in layers.values()}  # of adapted projections
-        group: SharedInput = (kinds.pop() or SharedInput if len(kinds) == 1 else SharedInput)(layers)
+        kind = kinds.pop() if len(kinds) == 1 else None
+        group: SharedInput = (kind or SharedInput)(layers)
         if group.fits() and isinstance(module.forward, types.MethodType):
             return group
     return None

@@ -213,7 +213,7 @@ class SeveralVocabulary(Vocabulary):
                 other = others.get(number)
                 if other is not None:
                     readers[number] = PairEncoder(*other.readers, format, max_length=own.max_length, options=options)
-            kinds = [ContextEncoder] * bool(prompts) + [PairEncoder] * bool(others)
+            kinds = [kind for kind, used in ((ContextEncoder, prompts), (PairEncoder, others)) if used]
             return made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher).with_readers(readers, kinds)
 
         report = CrossReport if others else ContextReport if prompts else DataReport

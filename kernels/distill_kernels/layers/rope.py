@@ -346,7 +346,8 @@ def rope(
         ValueError: On shapes that do not fit, an unsupported dtype, or in place where a gradient is needed.
     """
     if not runs_on_triton(q):
-        (_check_in_place if in_place else _check)(q, k, cos, sin)
+        check = _check_in_place if in_place else _check
+        check(q, k, cos, sin)
         q_out, k_out = reference_rope(q, k, cos.detach(), sin.detach())
         if in_place:
             return q.copy_(q_out), k.copy_(k_out)

@@ -157,7 +157,8 @@ def distillation_loss(
         ("z_loss", plain_number(z_loss, "z_loss")),
     )
     terms = tuple(LossTerm(*map(plain_number, term)) for term in terms)
-    objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)
+    make = _objective if torch.compiler.is_compiling() else _cached_objective
+    objective = make(terms, settings)
     for name, tensor in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
         if tensor is not None:
             check_tensor(name, tensor)

@@ -131,7 +131,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     check_no_gradients(x=x)
     if x.dim() != 2:
         raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
-    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(contiguous_rows(x))
+    quantise = _quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows
+    return quantise(contiguous_rows(x))
 
 
 def _product(x8, scale, weight, weight_scale, bias, dtype):

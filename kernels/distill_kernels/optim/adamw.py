@@ -115,7 +115,8 @@ class FusedAdamW(torch.optim.AdamW):
                 self.grad_norm = squares.sqrt() / grad_scale
         controls = StepControls(squares, grad_scale, getattr(self, "found_inf", None))
         for group, bucket in buckets:
-            (update if bucket.key.on_triton else update_by_reference)(bucket, group, self.options, controls)
+            apply = update if bucket.key.on_triton else update_by_reference
+            apply(bucket, group, self.options, controls)
         return loss
 
     @torch.no_grad()

@@ -293,7 +293,8 @@ class SplitKLinear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         check_tensors(x=x)
         few = x.numel() <= MAX_ROWS * self.in_features
-        return (split_k_linear if few else F.linear)(x, self.weight, self.bias)
+        linear = split_k_linear if few else F.linear
+        return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return the layer's sizes, for `print(module)`."""

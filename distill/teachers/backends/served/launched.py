@@ -104,7 +104,8 @@ class LaunchedServers:
         code = self._code(child)
         how = f" by {signal.Signals(-code).name}" if code is not None and code < 0 else ""
         words = _last_line(child)
-        return f"{FIELD}: the teacher server (process {child.pid}) has ended{how}{': ' * bool(words)}{words}"
+        text = f"{FIELD}: the teacher server (process {child.pid}) has ended{how}"
+        return f"{text}: {words}" if words else text
 
     def _code(self, child: Child) -> int | None:
         process = self._codes.get(child.pid)

@@ -210,7 +210,9 @@ class StoredPlan(TeacherPlan):
         stored = f"online_cache: {self.section.online_cache}, {width:,} bytes per trained token, {amount}"
         text = f"{self.inner.size_text()}; {stored}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
-            text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
+            text += f", {present / count:.0%} of them stored already"
+            if present == count:
+                text += ": it is not loaded"
         return text
 
     def _width(self) -> int:
