@@ -153,8 +153,8 @@ FAULTS = [
     Fault(
         "sink left out of the denominator",
         FLASH,
-        "+ largest, l_i + total",
-        "+ largest, l_i",
+        "l_i = l_i + total",
+        "l_i = l_i + 0.0 * total",
         "flash_attention: causal, sinks",
     ),
     Fault(
@@ -245,15 +245,15 @@ FAULTS = [
     Fault(
         "AdamW without its first bias correction",
         ADAMW,
-        "step_size, decay = lr / correction1, 1.0 - lr * weight_decay",
-        "step_size, decay = lr, 1.0 - lr * weight_decay",
+        "step_size = lr / correction1",
+        "step_size = lr",
         "FusedAdamW: three steps",
     ),
     Fault(
         "AdamW's weight decay without the learning rate",
         ADAMW,
-        "step_size, decay = lr / correction1, 1.0 - lr * weight_decay",
-        "step_size, decay = lr / correction1, 1.0 - weight_decay",
+        "decay = 1.0 - lr * weight_decay",
+        "decay = 1.0 - weight_decay",
         "FusedAdamW: three steps",
     ),
     Fault(

@@ -31,7 +31,7 @@ FAMILIES = {
     "olmo2": ({"rms_norm": 9, "glu": 2, "rope": 2, "shared_input": 4}, {}),
     "smollm3": ({"rms_norm": 5} | LAYERS, {}),
     "mixtral": (
-        {"rms_norm": 5, "rope": 2, "shared_input": 2, "residual_norm": 2},
+        {"rms_norm": 5, "rope": 2, "shared_input": 2, "residual_norm": 2, "experts": 2, "router": 2, "sparse_block": 2},
         {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "gpt2": ({"layer_norm": 5, "bias_gelu": 2}, {}),

@@ -159,6 +159,14 @@ def faults_of(template, messages, tools, stops):
         read = set().union(*(words(m, thoughts=False) for m in messages[:number]))
         read |= {"TOOLONE"} if tools else set()
         missing = read - set(MARKER.findall(before))
+        # Mistral's template writes the system prompt only before a question: inference after a tool's result lacks it
+        # too, and the counts of the data say so
+        if (
+            missing == {"SYSTEMWORD"}
+            and "messages of system in the prompts of some turns, as in inference" in made.named
+        ):
+            assert before == template.render(messages[:number], tools, prompt=True)
+            missing = set()
         found += [f"the prompt of turn {number} lacks {sorted(missing)}"] if missing else []
         if len(made.examples) > 1:
             prompt = template.render(messages[:number], tools, prompt=True)

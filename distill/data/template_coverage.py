@@ -127,6 +127,13 @@ def find_omission(render: Render, messages: Sequence[Message], tools: Tools, tur
         if said.answer.strip() and said.answer.strip() not in text:
             lost.append(BESIDE if said.calls else TEXT if role == "assistant" else role)
         thought = thought or (number in written and bool(said.thought.strip()) and said.thought.strip() not in text)
+        prompts = [example.text for example in examples if max(example.turns) > number]
+        if (
+            role == "system"
+            and said.answer.strip() in everything
+            and any(said.answer.strip() not in p for p in prompts)
+        ):
+            named["messages of system in the prompts of some turns, as in inference"] = None
         if role != "tool" and (name := message.get("name")) and name not in everything:
             named[f"the field name of messages of {role}"] = None
     if offered is not None:

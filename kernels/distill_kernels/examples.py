@@ -19,6 +19,7 @@ import distill_kernels as ours
 from distill_kernels.launch import INTERPRETER, DeviceFacts
 from distill_kernels.layers.attention_relation import relation_divergence
 from distill_kernels.layers.experts import experts
+from distill_kernels.layers.router import route
 from distill_kernels.layers.state_distance import state_distance
 from distill_kernels.losses import DIVERGENCES
 from distill_kernels.losses.policy_reference import KL_ESTIMATORS
@@ -824,6 +825,15 @@ def _mixture(**settings: Any) -> Callable[..., torch.Tensor]:
     return run
 
 
+def _routed(**settings: Any) -> Callable[..., torch.Tensor]:
+    """Return the weights of two experts of each token."""
+
+    def run(logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return route(logits, 2, bias, **settings)[0]
+
+    return run
+
+
 def _experts() -> dict[str, Example]:
     """Return mixtures of four experts, of which each token has two and the last has none."""
     tensors: dict[str, Any] = {
@@ -842,6 +852,13 @@ def _experts() -> dict[str, Example]:
         "experts: silu": call(_mixture(), "x shares gate_up down", **tensors),
         "experts: clamped silu, biases, interleaved": call(
             clamped, "x shares gate_up down gate_up_bias down_bias", **tensors, **biases
+        ),
+        "route: softmax": call(_routed(), "logits", logits=lambda s: floats(s.rows, 8)),
+        "route: sigmoid, bias, groups": call(
+            _routed(score="sigmoid", groups=4, kept_groups=2),
+            "logits",
+            logits=lambda s: floats(s.rows, 8),
+            bias=lambda s: 0.1 * floats(8, seed=1),
         ),
     }
 
