@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_folder, write_text
+from distill.core.finished_run import student_error
 from distill.core.folders import RECIPE_FILE, check_new_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
 from distill.models.load.read_weights import read_weights
@@ -19,7 +20,6 @@ from distill.models.precision.quantised_formats import read_saved
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
 from distill.reports.packed_folder import pack_folder
-from distill.reports.run_manifest import student_error
 from distill.training.checkpoint_validation import fault_of
 from distill.training.checkpoints import STATE, checkpoints
 
