@@ -351,16 +351,14 @@ class Run:
         """Evaluate the trained student and save it."""
         trainer = trained.trainer
         results = trained.results
-        student = self.recipe.student
         self.run_lock.check()
-        exports = student.lora is None or student.model is not None
-        with checkpoint_on_failure(trainer, exports=exports):
+        with checkpoint_on_failure(trainer):
             before, answers = trained.untrained.result()
             with console.announced("evaluating", "the trained student"):
                 after = results.held_out()
             reduction = relative_reduction(before, after)
             result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
-        with checkpoint_on_failure(trainer, together=True, exports=exports):
+        with checkpoint_on_failure(trainer, together=True):
             results.save(result, answers)
         self.process.wait_for_everyone()
         return result

@@ -105,6 +105,9 @@ def cut_layers(
             f"{what}they have other parts in their new positions ({', '.join(error.names[:1]) or error}); choose "
             "layers that keep the pattern"
         ) from error
+    # transformers calls a model that no files were read for "None", which PEFT would look for on the hub
+    student.name_or_path = ""
+    student.config.name_or_path = ""
     student = student.to(teacher.device)  # type: ignore[arg-type]
     cut = find_layers(student)[1] if widths is None else _without_memory(teacher, indices)
     for position, number in enumerate(indices):
