@@ -187,18 +187,18 @@ def _student(folder: Path) -> str:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
-    from distill.core.finished_run import read_result, student_error
+    from distill.core.manifest import first_damaged_file
     from distill.models.adapters import base_of
     from distill.models.load.read_weights import weights_fault
     from distill.models.loading import load_config
     from distill.recipe import Student
     from distill.training.checkpoint_validation import not_finite, shapes_of
 
-    if (folder / RESULT_FILE).is_file() and "files" not in read_result(folder):
+    result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
+    if result and "files" not in result:
         raise ValueError(f"{RESULT_FILE}: expected files, the checksums of the student's files, got none")
-    error = student_error(folder)
-    if error is not None:
-        raise ValueError(error)
+    if result and (fault := first_damaged_file(folder / "student", result["files"])):
+        raise ValueError(fault)
     there: dict[str, Any] = {}
     for path in sorted((folder / "student").glob("*.safetensors")):
         name = not_finite(path)
@@ -216,7 +216,7 @@ def _student(folder: Path) -> str:
     for name, tensor in sorted(get_peft_model_state_dict(model).items()) if base else ():
         if there.get(name) != (expected := list(tensor.shape)):
             raise ValueError(f"{name}: expected the shape {expected} of its configuration, got {there.get(name)}")
-    return "as written" if (folder / RESULT_FILE).is_file() else "readable; the run has not finished"
+    return "as written" if result else "readable; the run has not finished"
 
 
 def _cache(folder: Path) -> Iterator[Line]:

@@ -41,6 +41,7 @@ from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import FUSED, report_to_problem, require_arguments, small_data_warnings, total_steps
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
+from distill.recipe.library_names import optimizer_problem
 from distill.recipe.unusual_values import unusual_settings
 from distill.teachers.base import TeacherPlan
 from distill.teachers.registry import source_of
@@ -164,7 +165,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     if recipe.student.quantise is not None:
         note = formats_of(student.model, recipe.student.quantise).note()
         report.notes += [f"student.quantise: {note}"] if note else []
-    report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
+    packages = (report_to_problem(recipe.train.report_to), optimizer_problem(recipe.train.optimizer))
+    report.problems += [problem for problem in packages if problem]
     models = {"teacher": source.config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
     loaded = {**source.sections, "student": recipe.student}
