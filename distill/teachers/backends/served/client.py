@@ -12,12 +12,15 @@ another teacher than the run began with, `TeacherUnavailableError` ends the run 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
+import io
 import json
 import logging
 import os
 import queue
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -267,10 +270,12 @@ class Servers:
                 idle = [] if anew else self._idle.setdefault(url, [])
                 connection = kept = idle.pop() if idle else None
             connection = connection or self._connection(url)
+            connection.sock.settimeout(self.config.wait)  # of a kept connection: what the last reply left of its time
+            _reply_by(connection, until)
             try:
                 connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
                 response = connection.getresponse()
-                content = _content(response, until)
+                content = _content(response)
                 if self.config.sums:
                     _require_sound(response, content, question_hash(path, body or b""))
             except BaseException as error:
@@ -323,6 +328,7 @@ class Servers:
         try:
             connection = self._connection(url, HEALTH_SECONDS)
             with contextlib.closing(connection):
+                _reply_by(connection, time.monotonic() + HEALTH_SECONDS)
                 connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
                 status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
@@ -392,28 +398,66 @@ def _identity(url: str, body: bytes) -> Identity:
         raise ValueError(f"teacher.url: {url}: {error}") from None
 
 
-def _require_in_bounds(size: int, until: float) -> None:
-    """Raise for a reply that is too large, or not whole at its deadline."""
+class _TimedReader(io.RawIOBase):
+    """A socket's bytes until a deadline, however slowly they come: headers, chunk sizes and body alike."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase, until: float) -> None:
+        self._sock = sock
+        self._raw = raw
+        self._until = until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        # the socket's own timeout is for one read, which a byte now and then would begin anew
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the whole reply did not come in time")
+        self._sock.settimeout(left)
+        try:
+            return self._raw.readinto(buffer)  # type: ignore[attr-defined,no-any-return]
+        except TimeoutError:
+            raise TimeoutError("the whole reply did not come in time") from None
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """A response that must be whole by a time of `time.monotonic`."""
+
+    def __init__(self, sock: socket.socket, *args: Any, until: float, **named: Any) -> None:
+        super().__init__(sock, *args, **named)
+        # the file that the response opened counts as a user of the socket: it stays open where the connection is closed
+        self.fp = io.BufferedReader(_TimedReader(sock, self.fp.detach(), until))
+
+
+def _reply_by(connection: http.client.HTTPConnection, until: float) -> None:
+    """Set the deadline of the next reply on a connection."""
+    connection.response_class = functools.partial(_TimedResponse, until=until)  # type: ignore[assignment]
+
+
+def _require_in_bounds(size: int) -> None:
+    """Raise for a reply that is too large."""
     if size > MOST_BYTES:
         raise TeacherUnavailableError(f"teacher.url: expected a reply of at most {MOST_BYTES:,} bytes, got {size:,}")
-    if time.monotonic() > until:
-        raise TimeoutError("the whole reply did not come in time")
 
 
-def _content(response: http.client.HTTPResponse, until: float) -> torch.Tensor:
+def _content(response: http.client.HTTPResponse) -> torch.Tensor:
     """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it.
 
     Args:
         response: Response whose head was read.
-        until: Time of `time.monotonic` by which the whole body must be there.
     """
     if response.length is None:  # in chunks, as other servers send
         chunks = bytearray()
         while chunk := response.read1(CHUNK):
             chunks += chunk
-            _require_in_bounds(len(chunks), until)
+            _require_in_bounds(len(chunks))
         return torch.frombuffer(chunks or bytearray(b"\0"), dtype=torch.uint8)
-    _require_in_bounds(response.length, until)
+    _require_in_bounds(response.length)
     pinned = torch.cuda.is_initialized() and response.length > LARGE
     content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
     memory = content.numpy().data
@@ -425,7 +469,6 @@ def _content(response: http.client.HTTPResponse, until: float) -> torch.Tensor:
             raise http.client.IncompleteRead(b"", len(memory) - place)
         memory[place : place + len(chunk)] = chunk
         place += len(chunk)
-        _require_in_bounds(place, until)
     response.close()
     return content
 
