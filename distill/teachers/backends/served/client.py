@@ -196,7 +196,8 @@ class Servers:
                     return self._ask_one(server, method, path, body, kind)
                 except _TryAgain as again:
                     values = str(again)
-                    continue
+                    if time.monotonic() - silent_since <= self.config.wait:
+                        continue
             ended = self.ended()
             if ended is not None:
                 raise TeacherUnavailableError(ended)
@@ -305,7 +306,9 @@ class Servers:
         with self._lock:
             server.failures += 1
             pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.config.wait / 4)
-            pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
+            # a server that asks to be tried again at once would be asked without a pause
+            pause *= 0.75 + 0.5 * random.Random(time.monotonic_ns()).random()
+            pause = pause if seconds is None else max(seconds, FIRST_PAUSE)
             server.fault = fault
             server.until = time.monotonic() + min(pause, self.config.wait / 4)
         if server.failures in (1, 5, 25):
@@ -345,15 +348,19 @@ class Servers:
         Raises:
             TeacherUnavailableError: none does.
         """
-        answers = {}
-        for server in self._servers:
-            with self._lock:
-                server.busy += 1
-            with contextlib.suppress(_TryAgain):
-                answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
-        if not answers:
-            self.fetch(method, path, body, kind)  # waits for one
-            return self.of_each(path, method, body, kind)
+        until = time.monotonic() + self.config.wait
+        answers: dict[str, bytes] = {}
+        while not answers:
+            for server in self._servers:
+                with self._lock:
+                    server.busy += 1
+                with contextlib.suppress(_TryAgain):
+                    answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
+            if not answers and time.monotonic() > until:
+                faults = "; ".join(f"{server.url}: {server.fault}" for server in self._servers)
+                raise TeacherUnavailableError(f"teacher.url: no response within {self.config.wait:g} s ({faults})")
+            if not answers:
+                self.fetch(method, path, body, kind)  # waits for one
         return answers
 
     def identity(self) -> Identity:
