@@ -124,12 +124,15 @@ def device_plan(recipe: Recipe, device: Device, gpus: int) -> DevicePlan:
     return DevicePlan(recipe, source_of(recipe), planned_precision(recipe, device), device.memory_bytes, gpus)
 
 
-def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True) -> Preflight:
+def check(
+    recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True, untrained: bool = False
+) -> Preflight:
     """Estimate memory and time of `recipe` on `gpus` devices such as `device`, and check that it can work.
 
     Args:
         gpus: Number of devices.
         read_data: Read and tokenise data that are on this machine (the run finds them in the cache).
+        untrained: `student.model` is a folder without weights, of a student that an earlier stage will make.
 
     Raises:
         ValueError: a setting that no run can have.
@@ -169,7 +172,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     report.problems += [problem for problem in packages if problem]
     models = {"teacher": source.config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
-    loaded = {**source.sections, "student": recipe.student}
+    loaded = source.sections if untrained else {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)
     facts = _check_data(source, vocabulary, report) if read_data else None
