@@ -170,7 +170,8 @@ def _rebuilt(checkpoint: Path, run: Path, recipe: Recipe) -> PreTrainedModel:
                 "distill run ... --resume finishes the run, whose student is whole"
             )
         load_weights(pair.student, checkpoint)
-        plain = merge_in_place(pair.student).to("cpu")
+        plain: Any = merge_in_place(pair.student)
+    plain = plain.to("cpu")
     rounded = read_saved(checkpoint)
     if rounded is not None:
         rounded.restore_values(plain)

@@ -423,7 +423,7 @@ class _TimedReader(io.RawIOBase):
             raise TimeoutError("the whole reply did not come in time")
         self._sock.settimeout(left)
         try:
-            return self._raw.readinto(buffer)  # type: ignore[attr-defined,no-any-return]
+            return self._raw.readinto(buffer)
         except TimeoutError:
             raise TimeoutError("the whole reply did not come in time") from None
 
