@@ -39,6 +39,7 @@ from distill.core import console
 from distill.core.ending import end_together
 from distill.core.errors import RunError
 from distill.core.files import write_text
+from distill.core.finished_run import finished_result, require_finished_student
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
@@ -82,7 +83,7 @@ from distill.training.lock_file import (
     read_lock,
 )
 from distill.training.quantise import quantise_for_training
-from distill.training.resuming import finished_result, require_finished_student, resume_plan, resume_point
+from distill.training.resuming import resume_plan, resume_point
 from distill.training.step_guard import StepGuard
 from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
@@ -350,16 +351,14 @@ class Run:
         """Evaluate the trained student and save it."""
         trainer = trained.trainer
         results = trained.results
-        student = self.recipe.student
         self.run_lock.check()
-        exports = student.lora is None or student.model is not None
-        with checkpoint_on_failure(trainer, exports=exports):
+        with checkpoint_on_failure(trainer):
             before, answers = trained.untrained.result()
             with console.announced("evaluating", "the trained student"):
                 after = results.held_out()
             reduction = relative_reduction(before, after)
             result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
-        with checkpoint_on_failure(trainer, together=True, exports=exports):
+        with checkpoint_on_failure(trainer, together=True):
             results.save(result, answers)
         self.process.wait_for_everyone()
         return result

@@ -141,12 +141,14 @@ def test_weights_outlive_what_fails_after_the_last_step(place, fault, capsys, st
     assert all(torch.equal(ours[name], value) for name, value in whole.items())
 
 
-def test_an_adapter_to_a_cut_student_is_only_resumed(place, fault, capsys):
+def test_an_adapter_to_a_cut_student_is_resumed_or_exported(place, fault, capsys):
     with fault.context() as fault:
         fault.setattr(run_results, "save_student", lambda *args: 1 / 0)
         assert run_command(["run", "r.yaml", "student={from_teacher: {layers: 1}}", "student.lora={r: 2}"]) == 1
     said = capsys.readouterr().err
-    assert "runs/r/checkpoint-2: --resume continues from there" in said and "export" not in said
+    assert "runs/r/checkpoint-2: --resume continues from there, and distill export runs/r/checkpoint-2" in said
+    assert run_command(["export", "runs/r/checkpoint-2", "-o", "exported"]) == 0
+    assert (place / "exported/model.safetensors").is_file()
 
 
 def test_a_damaged_checkpoint_is_not_exported(place, capsys):

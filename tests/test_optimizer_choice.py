@@ -3,6 +3,7 @@
 And what other packages bring: an optimizer or a report that is not installed is told before the run begins.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from distill_kernels.optim.adamw import FusedAdamW
 from test_run import recipe as small
 from test_run import workplace  # noqa: F401  (a fixture)
 from tiny import tiny_model
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
+from distill.cli import run_command
 from distill.models.dtypes import resolve_precision
 from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.planning import steps
 from distill.planning.run_plan import plan_steps
-from distill.recipe import RecipeError, parse
+from distill.recipe import RecipeError, dump, parse
+from distill.recipe.library_names import optimizer_problem
 from distill.run import run
 from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.step_guard import norm_of
@@ -68,10 +72,35 @@ def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
     assert chosen[1]["stochastic_rounding"] and not chosen[1]["master_weights"]
 
 
-def test_an_unavailable_optimizer_is_reported_before_the_run(workplace):  # noqa: F811
-    with pytest.raises(ValueError, match=r"^train\.optimizer: galore_adamw: You need to"):
-        run(small("train.optimizer=galore_adamw"))
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("galore_adamw", "galore_torch"), ("adamw_bnb_8bit", "bitsandbytes"), ("schedule_free_sgd", "schedulefree")],
+)
+def test_an_unavailable_optimizer_is_refused_before_models_are_loaded(name, package, workplace, capsys, fault):  # noqa: F811
+    fault.setattr("distill.run.opened_pair", lambda *args: pytest.fail("the models are loaded"))
+    said = f"train.optimizer: {name}: expected its package {package}, which is not installed here"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        run(small(f"train.optimizer={name}"))
     assert not (workplace / "runs").exists()
+    Path("r.yaml").write_text(dump(small()))
+    assert run_command(["validate", "r.yaml", f"train.optimizer={name}"]) == 0
+    assert said in capsys.readouterr().err
+    assert run_command(["check", "r.yaml", f"train.optimizer={name}"]) == 1
+    assert said in capsys.readouterr().out.replace("\n            ", " ")
+    assert run_command(["validate", "r.yaml"]) == 0
+    assert "expected its package" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(OptimizerNames))
+def test_the_package_of_every_optimizer_is_known(name, tmp_path: Path):
+    """What transformers itself refuses for want of a package is what is refused beforehand."""
+    made = TrainingArguments(str(tmp_path), optim=name.value, use_cpu=True, report_to="none")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(made, None)
+        refused = False
+    except (ImportError, ValueError) as error:
+        refused = bool(re.search("install|failed to import", str(error)))
+    assert (optimizer_problem(name.value) is not None) == refused
 
 
 def test_unavailable_report_targets_are_refused_before_the_run(workplace, library):  # noqa: F811

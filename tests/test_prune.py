@@ -321,6 +321,28 @@ def test_without_rows_nothing_is_chosen():
         load_student(section, teacher=teacher)
 
 
+@pytest.mark.parametrize("vocabulary", [5, 30, 99])
+def test_teachers_of_few_tokens_are_cut(vocabulary):
+    teacher = tiny_model(layers=LAYERS, hidden=32, vocab_size=vocabulary)
+    cut = FromTeacher(layers=2, hidden=24, intermediate=40)
+    row = {"input_ids": [1, 2, 4], "labels": [1, 2, 4], "position_ids": [0, 1, 2]}
+    empty = {"input_ids": [], "labels": [], "position_ids": []}
+    chosen = select_parts(teacher, cut, [empty, row])
+    student = load_student(Student(from_teacher=cut), teacher=teacher, selection=chosen)
+    assert logits_of(student, row).shape == (3, vocabulary)
+    with pytest.raises(ValueError, match="expected rows of training data, by which parts are chosen, got none"):
+        select_parts(teacher, cut, [empty])
+
+
+@pytest.mark.parametrize("cut", [{"hidden": 24}, {"layers": 2, "importance": {"rows": 2}}])
+def test_a_teacher_of_hardly_any_token_is_refused(cut):
+    teacher = tiny_model(layers=LAYERS, hidden=32, vocab_size=4)
+    with pytest.raises(
+        ValueError, match=r"^student\.from_teacher: expected a teacher with a vocabulary of at least 5 .* 4$"
+    ):
+        select_parts(teacher, FromTeacher.model_validate(cut), [{"input_ids": [1, 2, 3]}])
+
+
 def test_the_head_and_every_norm_of_a_narrow_student_have_its_width():
     student, _ = student_of(made("gemma2", head_dim=8), hidden=24)
     assert find_head(student).linear.weight.shape == (259, 24)

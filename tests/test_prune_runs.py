@@ -136,6 +136,36 @@ def test_adapters_and_random_teachers_train(place):
     assert student("drawn").config.intermediate_size == 40
 
 
+@pytest.mark.parametrize(
+    "student",
+    [
+        "{from_teacher: {layers: 2}, lora: {r: 2}}",
+        f"{{from_teacher: {CUT}, lora: {{r: 2}}}}",
+        "{model: other, from_teacher: {layers: 2}, lora: {r: 2}}",
+        "{init: random, config: teacher, lora: {r: 2, head: true}}",
+    ],
+)
+def test_a_checkpoint_of_an_adapter_without_a_base_to_name_is_exported(place, student, capsys, recwarn):
+    run(recipe(f"student={student}", "train.learning_rate=2e-2", "train.save_every=4"), name="lora")
+    assert not [each for each in recwarn if "config file in None" in str(each.message)]
+    for folder in ("adapter", "checkpoint-4"):
+        assert (
+            json.loads(Path("runs/lora", folder, "adapter_config.json").read_text())["base_model_name_or_path"] is None
+        )
+    assert run_command(["export", "runs/lora/checkpoint-4", "-o", "exported"]) == 0
+    found = AutoModelForCausalLM.from_pretrained("exported").state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained("runs/lora/student").state_dict().items():
+        assert torch.equal(found[name], value), name
+    capsys.readouterr()
+    assert run_command(["generate", "runs/lora/adapter", "-p", "Hello"]) == 2
+    error = capsys.readouterr().err
+    assert "names no base model: expected base_model_name_or_path, got None" in error and error.count("\n") == 1
+    save_models(place, text=TEXT, teacher={"layers": 4, "seed": 8}, other={"layers": 4, "seed": 9})
+    random = "init: random" in student
+    assert run_command(["export", "runs/lora/checkpoint-4", "-o", "again"]) == (0 if random else 2)
+    assert random or "its base model, made again from" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_two_processes_train_one_student(place):
     run_as_two("-m", "distill", "run", "tiny.yaml", "--name", "two", cwd=place)

@@ -59,6 +59,59 @@ def test_a_reply_that_trickles_has_a_deadline(serve, chunked):
     assert time.monotonic() - before < 8
 
 
+TRICKLES = {
+    "status line": b"HTTP/1.1 2" + b"0" * 100,
+    "headers": b"HTTP/1.1 200 OK\r\nx-long: " + b"x" * 100,
+    "interim responses": b"HTTP/1.1 100 Continue\r\n\r\n" * 100,
+    "chunk size": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"0" * 200,
+    "trailers": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"x" * 100,
+}
+
+
+def send_slowly(content):
+    """Return what writes the part before the last 100 bytes at once, or all of it, a byte each fifth of a second."""
+
+    def send(handler):
+        at_once = max(len(content) - 100, 0) if b"chunked" in content else 0
+        handler.wfile.write(content[:at_once])
+        for place in range(at_once, len(content)):
+            handler.wfile.write(content[place : place + 1])
+            handler.wfile.flush()
+            time.sleep(0.2)
+
+    return send
+
+
+@pytest.mark.parametrize("part", TRICKLES)
+def test_every_part_of_a_reply_has_the_deadline(serve, part):
+    before = time.monotonic()
+    with pytest.raises(TeacherUnavailableError, match="the whole reply did not come in time"):
+        serve(send_slowly(TRICKLES[part])).fetch("GET", "/v1/x")
+    assert time.monotonic() - before < 8
+
+
+def test_the_question_for_health_has_a_deadline(serve, limit):
+    limit.setattr(client, "HEALTH_SECONDS", 0.7)
+    before = time.monotonic()
+    assert "the whole reply did not come in time" in serve(send_slowly(TRICKLES["headers"])).silence()
+    assert time.monotonic() - before < 5
+
+
+def test_a_kept_connection_has_its_time_anew(serve):
+    """A reply that took most of its time leaves none of its deadline to the next one on its connection."""
+
+    def send(handler):
+        handler.protocol_version = "HTTP/1.1"
+        time.sleep(0.9)
+        handler.send_response(200)
+        handler.send_header("content-length", "2")
+        handler.end_headers()
+        handler.wfile.write(b"ok")
+
+    servers = serve(send)
+    assert [servers.ask("GET", "/v1/x") for _ in range(3)] == [b"ok"] * 3
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reply_has_a_largest_size(serve, chunked, limit):
     limit.setattr(client, "MOST_BYTES", 100_000)

@@ -1,6 +1,7 @@
 """Recipes of several stages: each starts from the student before it, resumes to the bit, and is checked beforehand."""
 
 import errno
+import json
 import shutil
 
 import pytest
@@ -28,6 +29,9 @@ stages:
   - {name: again, student: {from_teacher: {layers: 2, intermediate: 64}}}
   - {name: quantise, student: {quantise: {format: q4_0}}, train: {epochs: 1, learning_rate: 1e-4}}
 """
+
+
+FOLDERS = ("stages/1-prune", "stages/2-again", ".")
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +195,69 @@ def test_messages_in_a_stage_name_the_command_of_the_whole_run(place):
     full = OSError(errno.ENOSPC, "No space left on device")
     line = translated(full, recipe, place / "runs/tiny/stages/1-prune")
     assert "with --name tiny --resume" in line and "1-prune --resume" not in line
+
+
+def test_every_stage_is_planned(place, capsys):
+    """None of the stages need have been trained; each has the sizes of the student before it."""
+    shutil.rmtree(place / "runs")
+    assert run_command(["check", "tiny.yaml", "--gpu", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for number, name in enumerate(("prune", "again", "quantise"), 1):
+        assert f"=== stage {number} of 3: {name}" in out
+    assert out.count("verdict     fits and can run") == 3
+    assert run_command(["check", "tiny.yaml", "--gpu", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and [stage["name"] for stage in found["stages"]] == ["prune", "again", "quantise"]
+    sizes = [stage["student"]["parameters"] for stage in found["stages"]]
+    assert sizes[0] > sizes[1] == sizes[2]
+    steps = [stage["steps"] for stage in found["stages"]]
+    assert steps[:2] == [4, 4] and steps[2] is not None, "the data of a later stage are not read"
+    assert not (place / "runs").exists()
+
+
+def test_a_plan_is_of_the_students_that_are_trained(place, capsys):
+    assert run_command(["check", "tiny.yaml", "--gpu", "cpu", "--json"]) == 0
+    for stage, folder in zip(json.loads(capsys.readouterr().out)["stages"], FOLDERS, strict=True):
+        trained = sum(value.numel() for value in weights(place / "runs/tiny" / folder).values())
+        assert stage["student"]["parameters"] == trained
+
+
+@pytest.mark.parametrize(
+    ("stage", "named"),
+    [
+        ("{train: {optimizer: galore_adamw}}", "stages.2 (stage): train.optimizer: galore_adamw: expected its package"),
+        ("{student: {from_teacher: {intermediate: 65}}}", "stages.2 (stage): student.from_teacher.intermediate"),
+        ("{data: {source: none.txt}}", "stages.2 (stage): "),
+    ],
+)
+def test_a_later_stage_that_cannot_run_fails_the_check(place, stage, named, capsys):
+    assert run_command(["check", "tiny.yaml", "--gpu", "cpu", f"stages.2={stage}"]) in (1, 2)
+    said = capsys.readouterr()
+    assert named in " ".join((said.out + said.err).split())
+    text = said.out + said.err
+    assert text.count("tiny/stages/") == text.count("runs/tiny/stages/"), "names the plan's temporary folder"
+
+
+def test_the_quantisation_of_a_later_stage_is_planned(place, capsys):
+    """40 columns are no whole blocks of q4_0."""
+    stage = "{student: {from_teacher: {intermediate: 40}, quantise: {format: q4_0}}}"
+    assert run_command(["check", "tiny.yaml", "--gpu", "cpu", "--json", f"stages.2={stage}"]) == 0
+    notes = [" ".join(each["notes"]) for each in json.loads(capsys.readouterr().out)["stages"]]
+    assert ["student.quantise: 2 matrices" in text for text in notes] == [False, False, True]
+
+
+def test_a_later_stage_that_does_not_fit_fails_the_check(place, capsys):
+    wide = "stages.2={name: wide, data: {max_length: 512}, train: {batch_size: 16384, tokens_per_step: null}}"
+    assert run_command(["check", "tiny.yaml", "--gpu", "24GB", "--no-data", wide]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "stages.2 (wide): memory: the peak of" in out
+    assert out.count("verdict fits and can run") == 2
+
+
+def test_the_export_of_the_last_stage_is_checked(place, capsys):
+    last = ["stages.2={name: last, student: {from_teacher: {intermediate: 63}}}", "export={gguf: q4_0}"]
+    assert run_command(["check", "tiny.yaml", "--gpu", "cpu", *last]) == 1
+    assert "PROBLEM" in capsys.readouterr().out
 
 
 def test_stages_merge_settings_and_survive_dumping():

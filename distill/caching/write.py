@@ -14,12 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from distill.core.errors import RunError
 from distill.core.ranks import world_size
 from distill.data.collator import Collator, move_batch
 from distill.models.patch.document_rope import follows_length
 from distill.teachers.backends.stored.format import bytes_a_token, documents_of, rows_of
+from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 
+LOOK_S = 0.2
+STALLED_S = 3600.0  # without a document of another process, far longer than a part takes
 PARTS = 64
 LEAST_ROWS = 32
 
@@ -89,6 +93,27 @@ def fill(
     store.land()
     if rank == 0 or teacher.is_collective():
         store.flush()
-    while rank == 0 and store.missing and not teacher.is_collective():  # copies do not communicate
-        time.sleep(0.2)
+    if rank == 0 and not teacher.is_collective():  # copies do not communicate
+        _wait_for_others(store)
+
+
+def _wait_for_others(store: Store) -> None:
+    """Wait until the other processes have stored their documents.
+
+    Raises:
+        RunError: None has stored any for long; where nothing watches the processes, another one may have ended.
+    """
+    left = len(store.missing)
+    since = time.monotonic()
+    while left:
+        time.sleep(LOOK_S)
         store.flush()
+        now = len(store.missing)
+        if now < left:
+            since = time.monotonic()
+        elif time.monotonic() - since > STALLED_S:
+            raise RunError(
+                f"--out: {store.folder}: the other processes have stored nothing for {STALLED_S:.0f} s, and {now:,} "
+                "documents are missing: one of them has ended or hangs; run the same command again, which continues"
+            )
+        left = now

@@ -38,6 +38,8 @@ def check(
 ) -> None:
     """Estimate a run's memory and time, and check that it can work. Downloads no weights; exit code 1 if it cannot run.
 
+    Of a recipe with stages every stage is planned, and each has to fit and to work.
+
     \b
     distill check chat-8b-to-1b.yaml
     distill check llama3-8b-to-1b --gpu H100 --gpus 8
@@ -47,32 +49,48 @@ def check(
     _, resolved = load_recipe(recipe, overrides)
     from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
+    from distill.planning.stages import check_stages
 
     device = find_device(gpu)
     with console.spinner("reading configurations and data"):
-        report = look(resolved, device, gpus=gpus, read_data=data)
+        if resolved.stages:
+            stages = check_stages(resolved, device, gpus=gpus, read_data=data)
+        else:
+            stages = [("", resolved, look(resolved, device, gpus=gpus, read_data=data))]
         if resolved.export is not None:
             from distill.reports.served_file import export_problems
 
-            report.problems += export_problems(resolved)
+            stages[-1][2].problems += export_problems(resolved)
+    _, first, report = stages[0]
     measured = None
     offers = []
     if probe:
         from distill.commands.probe import probe as measure
         from distill.commands.probe import probe_available, probe_fp8
 
-        offers = probe_fp8(resolved)
-        measured = measure(resolved) if probe_available(resolved) or not offers else None
-    longer = _longer(report, offers, resolved.train.batch_size * resolved.data.max_length)
+        # of stages the first: the students that the others start from do not exist yet
+        offers = probe_fp8(first)
+        measured = measure(first) if probe_available(first) or not offers else None
+    longer = _longer(report, offers, first.train.batch_size * first.data.max_length)
+    ok = all(each.ok for _, _, each in stages)
     if as_json:
         choices = [
             console.fields_to_jsonable(offer) | {"longer_ms": ms} for offer, ms in zip(offers, longer, strict=True)
         ]
-        print_json(_as_dict(report, measured) | ({"fp8": choices} if offers else {}))
+        found = _as_dict(report, measured) | ({"fp8": choices} if offers else {})
+        if resolved.stages:
+            dicts = [found, *(_as_dict(each, None) for _, _, each in stages[1:])]
+            named = [{"name": name} | each for (name, _, _), each in zip(stages, dicts, strict=True)]
+            found = {"ok": ok, "stages": named}
+        print_json(found)
     else:
-        _print(report, measured)
-        _print_offers(offers, longer)
-    if not report.ok:
+        for number, (name, _, each) in enumerate(stages):
+            if resolved.stages:
+                console.print_lines(f"{'' if number == 0 else chr(10)}=== stage {number + 1} of {len(stages)}: {name}")
+            _print(each, measured if number == 0 else None)
+            if number == 0:
+                _print_offers(offers, longer)
+    if not ok:
         raise typer.Exit(1)
 
 

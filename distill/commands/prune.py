@@ -102,12 +102,12 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     import torch
 
     from distill.models.layers import layer_indices, layers_of
-    from distill.models.prune.pruning import student_config
+    from distill.models.prune.pruning import student_config, trial_ids
     from distill.models.prune.widths import target_widths
 
     device = teacher.device
     config = teacher.config
-    ids = torch.arange(row_length, device=device)[None] % 97 + 3
+    ids = trial_ids(config, row_length).to(device)
 
     def seconds(model: PreTrainedModel) -> float:
         times = []

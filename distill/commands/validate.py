@@ -14,6 +14,7 @@ from distill.core.files import suggest_path
 from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.load.source import PACKAGE_PREFIX, resolve_model_source
 from distill.recipe import ModelSection, Recipe, dump
+from distill.recipe.library_names import optimizer_problem
 from distill.recipe.teachers import teacher_sections
 from distill.recipe.unusual_values import unusual_settings
 
@@ -40,7 +41,11 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
         print_json(resolved.model_dump(mode="json"))
     else:
         print(dump(resolved).rstrip())  # verbatim: wrapped lines would be another YAML file
-    for note in [*path_notes(resolved), *unusual_settings(resolved)]:
+    # a recipe may be written on another machine than it runs on: an absent package is a note here
+    packages = [
+        problem for _, stage in resolved.stage_runs(Path()) if (problem := optimizer_problem(stage.train.optimizer))
+    ]
+    for note in dict.fromkeys([*path_notes(resolved), *packages, *unusual_settings(resolved)]):
         console.print_error(note)
 
 

@@ -222,7 +222,8 @@ class _Worker:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(sent) + "\n")
             self.process.stdin.flush()
-            while True:
+            # copies that the function forked may write for ever, whose lines are no reply
+            while time.monotonic() < deadline:
                 line = self.lines.get(timeout=max(deadline - time.monotonic(), 0.0))
                 if not line:
                     # the end of its output comes just before the end of the process
@@ -236,6 +237,7 @@ class _Worker:
                     return found
         except (queue.Empty, OSError):
             return None
+        return None
 
 
 def _listen(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:

@@ -140,11 +140,17 @@ def save_adapter(model: Any, folder: Path) -> None:
     """
     config = model.peft_config[model.active_adapter]
     base = model.get_base_model()
-    place = Path(config.base_model_name_or_path or "")
-    if config.base_model_name_or_path and place.exists():
-        config.base_model_name_or_path = str(place.resolve())
-    config.revision = config.revision or getattr(base.config, "_commit_hash", None)
+    name = config.base_model_name_or_path
+    if name and Path(name).exists():
+        config.base_model_name_or_path = str(Path(name).resolve())
+    if name:  # the commit of a teacher that the student was cut from is not the student's
+        config.revision = config.revision or getattr(base.config, "_commit_hash", None)
     model.save_pretrained(folder)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter alone, without its base model."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists()
 
 
 def base_of(folder: Path) -> dict[str, str | None]:
@@ -153,10 +159,16 @@ def base_of(folder: Path) -> dict[str, str | None]:
     Raises:
         ValueError: it names none.
     """
-    if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
+    if not is_adapter(folder):
         return {}
     values = read_json(folder / "adapter_config.json", "student")
     name = values.get("base_model_name_or_path")
+    if name in (None, "", "None"):
+        raise ValueError(
+            f"student: {folder / 'adapter_config.json'} names no base model: expected base_model_name_or_path, got "
+            f"{name!r}, as of a student that was cut or drawn in its run; distill export writes a run, or a checkpoint "
+            "of it, as a whole model"
+        )
     revision = values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
         raise ValueError(

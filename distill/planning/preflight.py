@@ -41,6 +41,7 @@ from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import FUSED, report_to_problem, require_arguments, small_data_warnings, total_steps
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
+from distill.recipe.library_names import optimizer_problem
 from distill.recipe.unusual_values import unusual_settings
 from distill.teachers.base import TeacherPlan
 from distill.teachers.registry import source_of
@@ -123,12 +124,15 @@ def device_plan(recipe: Recipe, device: Device, gpus: int) -> DevicePlan:
     return DevicePlan(recipe, source_of(recipe), planned_precision(recipe, device), device.memory_bytes, gpus)
 
 
-def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True) -> Preflight:
+def check(
+    recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True, untrained: bool = False
+) -> Preflight:
     """Estimate memory and time of `recipe` on `gpus` devices such as `device`, and check that it can work.
 
     Args:
         gpus: Number of devices.
         read_data: Read and tokenise data that are on this machine (the run finds them in the cache).
+        untrained: `student.model` is a folder without weights, of a student that an earlier stage will make.
 
     Raises:
         ValueError: a setting that no run can have.
@@ -164,10 +168,11 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     if recipe.student.quantise is not None:
         note = formats_of(student.model, recipe.student.quantise).note()
         report.notes += [f"student.quantise: {note}"] if note else []
-    report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
+    packages = (report_to_problem(recipe.train.report_to), optimizer_problem(recipe.train.optimizer))
+    report.problems += [problem for problem in packages if problem]
     models = {"teacher": source.config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
-    loaded = {**source.sections, "student": recipe.student}
+    loaded = source.sections if untrained else {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)
     facts = _check_data(source, vocabulary, report) if read_data else None

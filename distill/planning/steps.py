@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from distill.core.units import plural
+from distill.recipe.library_names import optimizer_problem
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
@@ -49,13 +50,14 @@ def require_settings(train: Train, data: Data, world: int) -> None:
     """Refuse settings of `train` that no run on so many processes can have.
 
     Raises:
-        ValueError: A step that is no whole number of micro-batches, unknown arguments, an absent package to report to.
+        ValueError: A step that is no whole number of micro-batches, unknown arguments, an absent package of the
+            optimizer or to report to.
     """
     accumulation_steps(train, data, world)
     require_arguments(train.arguments)
-    problem = report_to_problem(train.report_to)
-    if problem:
-        raise ValueError(problem)
+    for problem in (report_to_problem(train.report_to), optimizer_problem(train.optimizer)):
+        if problem:
+            raise ValueError(problem)
 
 
 def data_rows_per_micro_batch(train: Train, data: Data) -> int:

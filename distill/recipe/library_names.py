@@ -9,6 +9,38 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+# packages of transformers' optimizers that come neither with it nor with torch, by a part of the optimizer's name; the
+# first part that fits counts (transformers 5.23, trainer_optimizer.py)
+OPTIMIZER_PACKAGES = {
+    "galore": "galore_torch",
+    "apollo": "apollo_torch",
+    "lomo": "lomo_optim",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "optimi",
+    "anyprecision": "torchdistx",
+    "torch_xla": "torch_xla",
+    "torch_npu": "torch_npu",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "8bit": "bitsandbytes",
+    "bnb": "bitsandbytes",
+    "paged": "bitsandbytes",
+    "lion": "bitsandbytes",
+    "ademamix": "bitsandbytes",
+}
+
+
+def optimizer_problem(optimizer: str) -> str | None:
+    """Return the error of an optimizer whose package is not installed here; None where it is, or none is needed."""
+    package = next((package for part, package in OPTIMIZER_PACKAGES.items() if part in optimizer), None)
+    if package is None or importlib.util.find_spec(package) is not None:
+        return None
+    return (
+        f"train.optimizer: {optimizer}: expected its package {package}, which is not installed here; install it, or "
+        "choose another optimizer"
+    )
+
 
 @functools.cache
 def optimizer_names() -> tuple[str, ...]:

@@ -407,19 +407,23 @@ class Student(ModelSection):
                     )
         return self
 
+    @property
+    def starts_as_named(self) -> bool:
+        """Whether training starts from the weights of `model` as its files are, which an adapter can name."""
+        return (
+            self.cut is None
+            and self.has_tokenizer
+            and not (self.model or "").endswith(".gguf")
+            and self.vocabulary != "extend"
+        )
+
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         if self.init == "pretrained" and self.model is None and self.from_teacher is None:
             raise ValueError("give one of model, from_teacher, and init: random with config; got none")
         if self.vocabulary == "cross" and self.model is None:
             raise ValueError("vocabulary: cross needs a student.model, whose tokenizer is its own")
-        nameless = (
-            self.cut is not None
-            or not self.has_tokenizer
-            or (self.model or "").endswith(".gguf")
-            or self.vocabulary == "extend"
-        )
-        if self.lora is not None and self.lora.save == "adapter" and nameless:
+        if self.lora is not None and self.lora.save == "adapter" and not self.starts_as_named:
             raise ValueError(
                 "lora.save: adapter names the model it belongs to: expected student.model, a hub id or a folder, and "
                 "vocabulary: keep or cross; set lora.save: both"

@@ -8,20 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_folder, write_text
+from distill.core.finished_run import student_error
 from distill.core.folders import RECIPE_FILE, check_new_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
+from distill.models.adapters import is_adapter, merge_in_place
+from distill.models.load.fingerprint import model_identity
 from distill.models.load.read_weights import read_weights
 from distill.models.precision.quantised_formats import read_saved
+from distill.recipe import Recipe, load
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
 from distill.reports.packed_folder import pack_folder
-from distill.reports.run_manifest import student_error
+from distill.teachers.load_context import load_context
+from distill.teachers.opening import opened_pair
+from distill.teachers.registry import source_of
 from distill.training.checkpoint_validation import fault_of
+from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import STATE, checkpoints
+from distill.training.lock_file import LOCK_FILE, read_lock
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -87,7 +95,7 @@ def export(
         )
     check_new_folder(destination, "--output")
     try:
-        model: Any = load_merged(target_from_model(str(source)), "cpu", torch.float32 if trained else None).eval()
+        model: Any = _model_of(source, run, torch.float32 if trained else None).eval()
         model.config.use_cache = True
     except ValueError as error:
         raise RecipeError([str(error)]) from error
@@ -125,6 +133,49 @@ def export(
         "bytes": sum((destination / name).stat().st_size for name in files),
         "files": files,
     }
+
+
+def _model_of(source: Path, run: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Return the model of a folder on the CPU, with its adapter merged.
+
+    Args:
+        source: Folder of the student, or the checkpoint.
+        run: Folder of its run; of a model that is of no run, its own.
+        dtype: Dtype of the weights; None for that of their files.
+    """
+    if is_adapter(source) and (run / RECIPE_FILE).is_file():
+        recipe = load(run / RECIPE_FILE)
+        if not recipe.student.starts_as_named:
+            return _rebuilt(source, run, recipe)
+    return load_merged(target_from_model(str(source)), "cpu", dtype)
+
+
+def _rebuilt(checkpoint: Path, run: Path, recipe: Recipe) -> PreTrainedModel:
+    """Return the student of a LoRA checkpoint whose base model is in no files: made again as the run made it.
+
+    Raises:
+        ValueError: What the run made it of, such as the teacher or the data, has changed since.
+    """
+    source = source_of(recipe)
+    vocabulary = source.vocabulary()
+    calibrated = recipe.student.cut is not None and recipe.student.cut.is_calibrated
+    splits = vocabulary.read(recipe.data, recipe.train.seed) if calibrated else None
+    with opened_pair(source, vocabulary, load_context(recipe, splits)) as pair:
+        began = read_lock(run / LOCK_FILE)["student"]["weights"]
+        made = model_identity(pair.student)["weights"]
+        if made != began:
+            raise ValueError(
+                f"{checkpoint}: its base model, made again from {run / RECIPE_FILE}, has the hash {made}, expected "
+                f"{began} of {run / LOCK_FILE}: the teacher, the data or the device differ from the run's; "
+                "distill run ... --resume finishes the run, whose student is whole"
+            )
+        load_weights(pair.student, checkpoint)
+        plain: Any = merge_in_place(pair.student)
+    plain = plain.to("cpu")
+    rounded = read_saved(checkpoint)
+    if rounded is not None:
+        rounded.restore_values(plain)
+    return plain
 
 
 def _holds_model(folder: Path) -> bool:

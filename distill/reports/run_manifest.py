@@ -11,9 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from distill.core.errors import first_line, quote
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
-from distill.core.manifest import add_to_manifest, entry_mismatch, first_damaged_file
+from distill.core.manifest import add_to_manifest, entry_mismatch
 from distill.evaluation.evaluate import HeldOut
 from distill.objectives.measure import Measure
 from distill.training.lock_file import LOCK_FILE
@@ -45,32 +44,6 @@ def record_export(folder: Path) -> None:
 
 def _files_below(folder: Path, name: str) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in (folder / name).rglob("*") if path.is_file())
-
-
-def student_error(folder: Path) -> str | None:
-    """Return how the student of a run differs from the one that was saved, in words; None where it does not.
-
-    The checksums of its files are in result.json, whose own is in the manifest. None too for a run without result.json,
-    whose student has no checksums; and for one of before there were any, with a warning.
-    """
-    path = folder / RESULT_FILE
-    if not path.is_file():
-        in_manifest = entry_mismatch(folder, RESULT_FILE)
-        return None if in_manifest is None else in_manifest
-    mismatch = entry_mismatch(folder, RESULT_FILE)
-    if mismatch is not None:
-        return mismatch
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        return f"{RESULT_FILE} is damaged: {first_line(error)}"
-    if not isinstance(result, dict):
-        return f"{RESULT_FILE} is damaged: expected a section of JSON, got {quote(result)}"
-    if "files" not in result:
-        log.warning("%s: expected files, the checksums of the student's files, got none; it is not verified", path)
-        return None
-    error_of_files = first_damaged_file(folder / "student", result["files"])
-    return None if error_of_files is None else f"student: {error_of_files}"
 
 
 def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list[str]]] | None:

@@ -14,14 +14,13 @@ from distill.training.checkpoints import CHECKPOINT, checkpoints
 
 
 @contextmanager
-def checkpoint_on_failure(trainer: Any, *, together: bool = False, exports: bool = True) -> Iterator[None]:
+def checkpoint_on_failure(trainer: Any, *, together: bool = False) -> Iterator[None]:
     """Write a checkpoint of the last step if the body of the block raises.
 
     Args:
         trainer: `DistillationTrainer`, after training.
         together: One of several processes may fail alone in the block, without a collective that others wait in: they
             agree afterwards and write the checkpoint together. If False, several processes write none.
-        exports: `distill export` can make a student of the checkpoint: it is not an adapter to an unsaved base model.
 
     Raises:
         RunError: Names the failure, the checkpoint and the next command. Errors of the disk and of exhausted memory
@@ -49,7 +48,8 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False, exports: bool
         raise fault
     ways = "continue with --resume"
     if folder / kept in checkpoints(folder):
-        ways = f"its weights are in {folder / kept}: --resume continues from there" + (
-            f", and distill export {folder / kept} -o FOLDER writes them as a student" if exports else ""
+        ways = (
+            f"its weights are in {folder / kept}: --resume continues from there, and distill export {folder / kept} "
+            "-o FOLDER writes them as a student"
         )
     raise RunError(f"{first_line(fault)}; the student is trained, {ways}") from fault

@@ -11,7 +11,6 @@ checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterru
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from transformers import TrainingArguments
 
 from distill.core import console
 from distill.core.errors import differences, quote
-from distill.core.folders import RECIPE_FILE, RESULT_FILE, root_of
-from distill.core.manifest import entry_mismatch, first_damaged_file
+from distill.core.finished_run import finished_result
+from distill.core.folders import RECIPE_FILE, root_of
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.run_lock import RunLock
 from distill.models.head import bare
@@ -140,32 +139,6 @@ def _where_it_lies(old: Recipe, recipe: Recipe, folder: Path) -> Recipe:
         return old
     student = old.student.model_copy(update={"model": recipe.student.model})
     return old.model_copy(update={"student": student})
-
-
-def finished_result(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a finished run's result.json; None where it is missing, empty, damaged or of no run."""
-    path = folder / RESULT_FILE
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    whole = isinstance(result, dict) and isinstance(result.get("files"), dict) and "after" in result
-    return result if whole and entry_mismatch(folder, RESULT_FILE) is None else None
-
-
-def require_finished_student(folder: Path) -> None:
-    """Check that the student of a finished run, which another stage starts from, has the bytes that were written.
-
-    Raises:
-        ValueError: A file of it is damaged or missing, or result.json, which has the checksums, is.
-    """
-    result = finished_result(folder)
-    fault = f"{RESULT_FILE} is damaged" if result is None else first_damaged_file(folder / "student", result["files"])
-    if fault is not None:
-        raise ValueError(
-            f"{folder / 'student'}: {fault}; the next stage would start from it: restore the file, or move {folder} "
-            "away to train that stage again"
-        )
 
 
 def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:

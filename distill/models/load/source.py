@@ -184,6 +184,8 @@ def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # an error may be its own cause
         yield error
+        seen.append(error)
         error = error.__cause__ or error.__context__

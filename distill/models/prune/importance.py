@@ -39,6 +39,7 @@ from distill.models.head import LogitTransform, bare, decoder_of, find_head, pro
 from distill.models.layers import find_layers, layer_indices
 from distill.models.prune.experts import expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection
+from distill.models.prune.pruning import trial_ids
 from distill.models.prune.routing import routing_of
 from distill.models.prune.scores import Score
 from distill.models.prune.width_layout import Layout
@@ -99,7 +100,7 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
     config = model.config
     assert isinstance(config, PreTrainedConfig)
     shape = shape_for(cut, config)
-    rows = list(rows)[: settings.rows]
+    rows = [row for row in rows if row["input_ids"]][: settings.rows]
     if not rows:
         raise ValueError("student.from_teacher: expected rows of training data, by which parts are chosen, got none")
     layers = layer_indices(cut, config.get_text_config().num_hidden_layers)
@@ -154,10 +155,11 @@ class LayerTrial:
         )
 
     def __enter__(self) -> LayerTrial:
+        ids = trial_ids(self.model.config, 2)[0].tolist()
         self._own = [layer.__dict__.get("forward") for layer in self.layers]
         for number, layer in enumerate(self.layers):
             layer.__dict__["forward"] = self._forward_of(number, layer.forward)
-        self.hidden({"input_ids": [3, 4]})  # whether layers return tuples
+        self.hidden({"input_ids": ids})  # whether layers return tuples
         return self
 
     def __exit__(self, *unused: object) -> None:

@@ -29,7 +29,7 @@ from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.layers import find_layers
 from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
-from distill.models.prune.pruning import cut_layers
+from distill.models.prune.pruning import cut_layers, trial_ids
 from distill.models.prune.width_layout import Axis, Layout, entries, mlp_of
 from distill.models.prune.widths import Widths
 from distill.recipe.from_teacher import COLUMN_AXES
@@ -156,7 +156,7 @@ def embedding_scale(model: nn.Module) -> float | None:
         raise _SeenError
 
     rows = _weight_of(model.get_input_embeddings())  # type: ignore[operator]
-    ids = torch.arange(4, device=rows.device)[None] + 3
+    ids = trial_ids(model.config, 4).to(rows.device)
     handle = layers[0].register_forward_pre_hook(look, with_kwargs=True)
     try:
         with eval_mode(model), torch.no_grad():

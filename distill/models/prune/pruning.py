@@ -33,6 +33,25 @@ JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight
 POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
 
 
+LEAST_TOKENS = 5
+
+
+def trial_ids(config: Any, count: int) -> torch.Tensor:
+    """Return token ids [1, count] on which a teacher of a configuration is tried before it is cut.
+
+    They begin after the first three, which are often special tokens, such as padding, whose embedding may be zero.
+
+    Raises:
+        ValueError: The vocabulary has too few tokens to tell a right cut from a wrong one.
+    """
+    size = config.get_text_config().vocab_size
+    if size < LEAST_TOKENS:
+        raise ValueError(
+            f"student.from_teacher: expected a teacher with a vocabulary of at least {LEAST_TOKENS} tokens, got {size}"
+        )
+    return torch.arange(count)[None] * 7 % min(97, size - 3) + 3
+
+
 def cut_layers(
     teacher: PreTrainedModel,
     keep: Sequence[int],
@@ -86,6 +105,9 @@ def cut_layers(
             f"{what}they have other parts in their new positions ({', '.join(error.names[:1]) or error}); choose "
             "layers that keep the pattern"
         ) from error
+    # transformers calls a model that no files were read for "None", which PEFT would look for on the hub
+    student.name_or_path = ""
+    student.config.name_or_path = ""
     student = student.to(teacher.device)  # type: ignore[arg-type]
     cut = find_layers(student)[1] if widths is None else _without_memory(teacher, indices)
     for position, number in enumerate(indices):

@@ -23,7 +23,7 @@ from distill.models.layers import layers_to_keep
 from distill.models.patch.swaps import EPSILONS
 from distill.models.prune.experts import MaskedRouters, expert_modules, expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
-from distill.models.prune.pruning import cut_config
+from distill.models.prune.pruning import cut_config, trial_ids
 from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Axis, Growth, Layout, Order
 from distill.models.prune.widths import Widths, widths_of, with_widths, without_layers
@@ -165,7 +165,7 @@ def _error_of_small(small: PreTrainedConfig, axes: Collection[Axis], layout: Lay
         _zero_the_rest(model, selection, layout)
         norms = {name: exact_factor(block.axis, full, widths) for name, _, block in layout.norms(model)}
         cut = cut_parts(model, selection._replace(norms=norms), widths, layout)
-        ids = torch.arange(24)[None] * 7 % 97 + 3
+        ids = trial_ids(small, 24)
         for module in (*model.modules(), *cut.modules()):
             for name in [name for name in EPSILONS if isinstance(getattr(module, name, None), float)]:
                 setattr(module, name, EPSILON)

@@ -12,12 +12,15 @@ another teacher than the run began with, `TeacherUnavailableError` ends the run 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
+import io
 import json
 import logging
 import os
 import queue
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -193,7 +196,8 @@ class Servers:
                     return self._ask_one(server, method, path, body, kind)
                 except _TryAgain as again:
                     values = str(again)
-                    continue
+                    if time.monotonic() - silent_since <= self.config.wait:
+                        continue
             ended = self.ended()
             if ended is not None:
                 raise TeacherUnavailableError(ended)
@@ -267,10 +271,12 @@ class Servers:
                 idle = [] if anew else self._idle.setdefault(url, [])
                 connection = kept = idle.pop() if idle else None
             connection = connection or self._connection(url)
+            connection.sock.settimeout(self.config.wait)  # of a kept connection: what the last reply left of its time
+            _reply_by(connection, until)
             try:
                 connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
                 response = connection.getresponse()
-                content = _content(response, until)
+                content = _content(response)
                 if self.config.sums:
                     _require_sound(response, content, question_hash(path, body or b""))
             except BaseException as error:
@@ -300,7 +306,9 @@ class Servers:
         with self._lock:
             server.failures += 1
             pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.config.wait / 4)
-            pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
+            # a server that asks to be tried again at once would be asked without a pause
+            pause *= 0.75 + 0.5 * random.Random(time.monotonic_ns()).random()
+            pause = pause if seconds is None else max(seconds, FIRST_PAUSE)
             server.fault = fault
             server.until = time.monotonic() + min(pause, self.config.wait / 4)
         if server.failures in (1, 5, 25):
@@ -323,6 +331,7 @@ class Servers:
         try:
             connection = self._connection(url, HEALTH_SECONDS)
             with contextlib.closing(connection):
+                _reply_by(connection, time.monotonic() + HEALTH_SECONDS)
                 connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
                 status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
@@ -339,15 +348,19 @@ class Servers:
         Raises:
             TeacherUnavailableError: none does.
         """
-        answers = {}
-        for server in self._servers:
-            with self._lock:
-                server.busy += 1
-            with contextlib.suppress(_TryAgain):
-                answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
-        if not answers:
-            self.fetch(method, path, body, kind)  # waits for one
-            return self.of_each(path, method, body, kind)
+        until = time.monotonic() + self.config.wait
+        answers: dict[str, bytes] = {}
+        while not answers:
+            for server in self._servers:
+                with self._lock:
+                    server.busy += 1
+                with contextlib.suppress(_TryAgain):
+                    answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
+            if not answers and time.monotonic() > until:
+                faults = "; ".join(f"{server.url}: {server.fault}" for server in self._servers)
+                raise TeacherUnavailableError(f"teacher.url: no response within {self.config.wait:g} s ({faults})")
+            if not answers:
+                self.fetch(method, path, body, kind)  # waits for one
         return answers
 
     def identity(self) -> Identity:
@@ -392,28 +405,66 @@ def _identity(url: str, body: bytes) -> Identity:
         raise ValueError(f"teacher.url: {url}: {error}") from None
 
 
-def _require_in_bounds(size: int, until: float) -> None:
-    """Raise for a reply that is too large, or not whole at its deadline."""
+class _TimedReader(io.RawIOBase):
+    """A socket's bytes until a deadline, however slowly they come: headers, chunk sizes and body alike."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase, until: float) -> None:
+        self._sock = sock
+        self._raw = raw
+        self._until = until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        # the socket's own timeout is for one read, which a byte now and then would begin anew
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the whole reply did not come in time")
+        self._sock.settimeout(left)
+        try:
+            return self._raw.readinto(buffer)
+        except TimeoutError:
+            raise TimeoutError("the whole reply did not come in time") from None
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """A response that must be whole by a time of `time.monotonic`."""
+
+    def __init__(self, sock: socket.socket, *args: Any, until: float, **named: Any) -> None:
+        super().__init__(sock, *args, **named)
+        # the file that the response opened counts as a user of the socket: it stays open where the connection is closed
+        self.fp = io.BufferedReader(_TimedReader(sock, self.fp.detach(), until))
+
+
+def _reply_by(connection: http.client.HTTPConnection, until: float) -> None:
+    """Set the deadline of the next reply on a connection."""
+    connection.response_class = functools.partial(_TimedResponse, until=until)  # type: ignore[assignment]
+
+
+def _require_in_bounds(size: int) -> None:
+    """Raise for a reply that is too large."""
     if size > MOST_BYTES:
         raise TeacherUnavailableError(f"teacher.url: expected a reply of at most {MOST_BYTES:,} bytes, got {size:,}")
-    if time.monotonic() > until:
-        raise TimeoutError("the whole reply did not come in time")
 
 
-def _content(response: http.client.HTTPResponse, until: float) -> torch.Tensor:
+def _content(response: http.client.HTTPResponse) -> torch.Tensor:
     """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it.
 
     Args:
         response: Response whose head was read.
-        until: Time of `time.monotonic` by which the whole body must be there.
     """
     if response.length is None:  # in chunks, as other servers send
         chunks = bytearray()
         while chunk := response.read1(CHUNK):
             chunks += chunk
-            _require_in_bounds(len(chunks), until)
+            _require_in_bounds(len(chunks))
         return torch.frombuffer(chunks or bytearray(b"\0"), dtype=torch.uint8)
-    _require_in_bounds(response.length, until)
+    _require_in_bounds(response.length)
     pinned = torch.cuda.is_initialized() and response.length > LARGE
     content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
     memory = content.numpy().data
@@ -425,7 +476,6 @@ def _content(response: http.client.HTTPResponse, until: float) -> torch.Tensor:
             raise http.client.IncompleteRead(b"", len(memory) - place)
         memory[place : place + len(chunk)] = chunk
         place += len(chunk)
-        _require_in_bounds(place, until)
     response.close()
     return content
 
