@@ -24,7 +24,7 @@ def test_the_names_are_those_of_the_library():
     [
         ("train.optimizer=nonsense", "expected fused_adamw or a name of transformers' optim argument, got 'nonsense'"),
         ("train.optimizer=adamw_torhc", "did you mean adamw_torch"),
-        ("train.arguments.foo=1", "expected fields of transformers' TrainingArguments, got 'foo'"),
+        ("train.arguments.foo=1", "expected a field of transformers' TrainingArguments, got 'foo'"),
     ],
 )
 def test_unknown_names_are_refused(override, message):
