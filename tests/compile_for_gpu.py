@@ -76,13 +76,13 @@ class Driver:
 
 
 def without_products() -> torch.library.Library:
-    """Matrix products of PyTorch are zeros: in bfloat16 a CPU takes 15 s for one of a vocabulary of 262,144."""
+    """Matrix products of PyTorch are left out: in bfloat16 a CPU takes 15 s for one of a vocabulary of 262,144."""
     products = torch.library.Library("aten", "IMPL")
 
     def mm_into(a, b, *, out):
-        return out.zero_()
+        return out
 
-    products.impl("mm", lambda a, b: a.new_zeros(a.shape[0], b.shape[1]), "CPU")
+    products.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "CPU")
     products.impl("mm.out", mm_into, "CPU")
     return products
 
