@@ -75,6 +75,18 @@ class Driver:
         return 0
 
 
+def without_products() -> torch.library.Library:
+    """Matrix products of PyTorch are left out: in bfloat16 a CPU takes 15 s for one of a vocabulary of 262,144."""
+    products = torch.library.Library("aten", "IMPL")
+
+    def mm_into(a, b, *, out):
+        return out
+
+    products.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "CPU")
+    products.impl("mm.out", mm_into, "CPU")
+    return products
+
+
 _make_cubin = CUDABackend.make_cubin
 
 
@@ -129,6 +141,7 @@ def main(family: str, snippet: str) -> None:
         # nothing is returned, since it could not be launched
 
     JITFunction.run = compile_only
+    _products = without_products()  # until the program ends
     with interpreted():
         exec(snippet, {"torch": torch, "ours": ours, "facts": facts})
 

@@ -2,7 +2,7 @@
 
 python engine_packed.py transformers|vllm IDS OUTPUT FOLDER...     # log-probabilities of the next token, by folder
 
-Where vLLM refuses a folder, its message takes their place.
+Where vLLM refuses a folder, its message takes their place; where its CPU build lacks the kernel for 4 bits, `MISSING`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
+
+INT4_OP = "cpu_gemm_wna16"
+MISSING = f"vLLM's CPU build of this machine has no torch.ops._C.{INT4_OP}, which needs AVX-512"
 
 
 def by_transformers(folder: str, ids: torch.Tensor) -> torch.Tensor:
@@ -27,10 +30,20 @@ def by_transformers(folder: str, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids[None]).logits[0].log_softmax(-1)
 
 
+def packed_in_int4(folder: Path) -> bool:
+    """Return whether vLLM multiplies by the 4-bit codes of this folder; a folder that a run saves holds 16 bits."""
+    return "quantization_config" in (folder / "config.json").read_text() and "int4" in folder.name
+
+
 def by_vllm(folder: str, ids: torch.Tensor) -> torch.Tensor | str:
     """Log-probabilities [S, V] as vLLM computes in float16, the dtype of its kernels for 4 bits on CPUs."""
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
+    current_platform.import_kernels()
+    # vLLM loads such a folder without the op, and stops at the first multiplication
+    if packed_in_int4(Path(folder)) and not hasattr(torch.ops._C, INT4_OP):
+        return MISSING
     settings = {"enforce_eager": True, "max_model_len": 128, "max_logprobs": 320, "max_num_seqs": 4}
     try:
         engine = LLM(folder, dtype="float16", **settings)

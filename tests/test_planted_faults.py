@@ -2,40 +2,27 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_pytest import Pytests
 from planted import FAULTS
 
 from distill.doctor.machine_checks import CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = ("-n", "0", "-q", "-x", "-m", "full or not full", "-p", "no:cacheprovider")
 
 
-def run_tests(copy: Path, *ids: str) -> subprocess.CompletedProcess[str]:
-    """Run tests against the packages in `copy`."""
+@pytest.fixture(scope="module")
+def run_tests(copy):
+    """Runs tests by their ids against the packages in `copy`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = os.pathsep.join(map(str, (copy, ROOT, ROOT / "tests")))
-    environment |= {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-q",
-        "-x",
-        "-m",
-        "full or not full",
-        "-p",
-        "no:cacheprovider",
-    ]
+    environment |= {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     paths = f"pythonpath={copy} {ROOT} {ROOT / 'tests'}"
-    return subprocess.run(
-        [*command, "-o", paths, *ids], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
-    )
+    with Pytests(environment, ROOT) as pytests:
+        yield lambda *ids: pytests.run(*OPTIONS, "-o", paths, *ids)
 
 
 @pytest.fixture(scope="module")
@@ -59,26 +46,24 @@ def test_the_table_names_lines_and_checks_of_the_doctor():
 
 
 @pytest.mark.full
-def test_without_a_fault_all_these_tests_pass(copy):
-    done = run_tests(copy, *{fault.test_id for fault in FAULTS})
+def test_without_a_fault_all_these_tests_pass(run_tests):
+    done = run_tests(*{fault.test_id for fault in FAULTS})
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-# half a minute of two cores for three of them: a third under `-m full`, all with `-m "full or slow or not full"`
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, fault in enumerate(FAULTS)],
-    ids=[fault.what for fault in FAULTS],
-)
-def test_the_test_named_after_it_sees(copy, fault):
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.what for fault in FAULTS])
+def test_the_test_named_after_it_sees(copy, run_tests, fault):
     path = copy / fault.path
     right = path.read_text()
     path.write_text(right.replace(fault.right, fault.wrong))
     try:
-        done = run_tests(copy, fault.test_id)
+        done = run_tests(fault.test_id)
     finally:
         path.write_text(right)
+        # bytecode is known by its source's second and size, which a fault may leave as they are
+        for bytecode in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            bytecode.unlink()
     # an assertion that fails, not a file that cannot be imported
-    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-3000:]
     assert "AssertionError" in done.stdout or "Mismatched elements" in done.stdout, done.stdout[-3000:]
