@@ -18,7 +18,6 @@ from distill.recipe.teachers import teacher_sections
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return shell completions: names of shipped recipes, and recipe files below the typed folder."""
     names = [recipe.name for recipe in shipped_recipes()]
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
     files = [str(path) + ("/" if path.is_dir() else "") for path in folder.glob("*")] if folder.is_dir() else []
@@ -27,7 +26,6 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return shell completions: runs under runs/."""
     return [path.name for path in sorted(RUNS.glob(f"{incomplete}*")) if (path / RECIPE_FILE).is_file()]
 
 

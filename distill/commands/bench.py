@@ -196,7 +196,6 @@ def plain_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor)
 def plain_step(
     teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool = False
 ) -> Step:
-    """Return the step with full logits of both models and `plain_divergence`."""
     inputs = decoder_inputs(batch)
     loss = torch.compile(plain_divergence) if compiled else plain_divergence
     return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)

@@ -13,7 +13,6 @@ from distill.core import console
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Return shell completions: paths of settings."""
     paths = [setting.name.replace("[]", ".0") for setting in all_settings()]
     return [path for path in paths if path.startswith(incomplete)]
 

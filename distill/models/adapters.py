@@ -149,7 +149,6 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter alone, without its base model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists()
 
 

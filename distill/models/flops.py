@@ -72,7 +72,6 @@ def head_flops(shape: Shape) -> FlopCounts:
 
 
 def sum_flops(works: Iterable[FlopCounts | None]) -> FlopCounts | None:
-    """Return the sum; None where one is unknown."""
     known = list(works)
     return None if None in known else FlopCounts(*(sum(part) for part in zip(NO_FLOPS, *known, strict=True)))
 

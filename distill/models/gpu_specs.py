@@ -122,7 +122,6 @@ def family_in(device: torch.device) -> str | None:
 
 
 def runs_our_kernels(device: torch.device) -> bool:
-    """Return whether `device` is a GPU on which Triton kernels run."""
     return device.type == "cuda" and device_facts(device).has_kernels
 
 

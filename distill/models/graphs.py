@@ -236,7 +236,6 @@ class _Captured:
         return self.run_forward()
 
     def run_forward(self) -> tuple[torch.Tensor, ...]:
-        """Replay the forward's graph and return copies of its outputs."""
         self.graphs.replay(self.forward)
         hidden, *states = self.outputs
         return (hidden.clone(), *copies_of(states))

@@ -79,7 +79,6 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits for the product of hidden states and head."""
         logits = logits * self.scale if self.scale != 1.0 else logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

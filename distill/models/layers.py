@@ -44,7 +44,6 @@ def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
 
 
 def layers_of(config: Any) -> int:
-    """A configuration's number of decoder layers."""
     return config.get_text_config().num_hidden_layers
 
 
@@ -65,7 +64,6 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def is_offloaded(model: nn.Module | None) -> bool:
-    """Return whether the layers of `model` are in host memory."""
     return model is not None and STREAMER in model.__dict__
 
 

@@ -184,7 +184,6 @@ def load_student(
 def _cut(
     teacher: PreTrainedModel, cut: FromTeacher | None, dtype: torch.dtype | None, selection: Selection | None
 ) -> PreTrainedModel:
-    """Return the student that `student.from_teacher` makes of a teacher."""
     if cut is None or not cut.is_calibrated:
         return cut_layers(teacher, layer_indices(cut, layers_of(teacher.config)), dtype)
     if selection is None:

@@ -159,7 +159,6 @@ def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:
 
 
 def meta_student(section: Student, teacher_config: PreTrainedConfig | None) -> MetaModel:
-    """Return the student on the meta device, with its adapters."""
     return meta_model(pruned_config(section, teacher_config), "student", section.lora, trains=True)
 
 

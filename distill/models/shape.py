@@ -48,7 +48,6 @@ class Shape(NamedTuple):
 
 
 def shape_of(model: nn.Module) -> Shape:
-    """Count `model`, which may lie on the meta device; bare or inside PEFT."""
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     decoder = decoder_of(model)
     head = find_head(model).linear

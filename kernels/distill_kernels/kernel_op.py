@@ -222,7 +222,6 @@ class _ForbidDoubleBackward(torch.autograd.Function):
 
 
 def forbid_double_backward(output: torch.Tensor) -> torch.Tensor:
-    """Return a reference's `output` so that differentiating it twice raises, as for a kernel's output."""
     return _ForbidDoubleBackward.apply(output) if output.requires_grad else output
 
 

@@ -238,12 +238,10 @@ def runs_on_triton(tensor: object) -> bool:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return `a / b`, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least `n` (and at least 1)."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -131,11 +131,9 @@ class PlannedFunction:
         self._count = 0
 
     def plans(self) -> list[LaunchPlan]:
-        """Return the plans of all descriptions."""
         return [plan for _, _, known in self._forms.values() for plans in known.values() for plan in plans]
 
     def forget(self) -> None:
-        """Drop all plans."""
         self._forms.clear()
         self._count = 0
 
@@ -177,7 +175,6 @@ class PlannedFunction:
         return plan, tensors
 
     def __call__(self, *args: Any) -> Any:
-        """Return the function's outputs, by a plan where there can be one."""
         found = self.find(args) or self.add(args)
         return self.function(*args) if found is None else self.run(*found, args)
 

@@ -68,7 +68,6 @@ def _entries(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_folder(folder: Path, field: str) -> None:
-    """Hold that the weights of a folder are safetensors inside of it, and its configuration is one."""
     read_json(folder / CONFIG, field)
     for path in sorted(folder.glob("*.json")):
         if path.name.endswith(INDEX_SUFFIX):

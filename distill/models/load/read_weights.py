@@ -229,7 +229,6 @@ def _files_read(folder: Path, field: str) -> list[Path]:
 
 
 def _named(names: Collection[str]) -> str:
-    """Return the first few names, layers in order, and the number of the others."""
     ordered = sorted(names, key=lambda name: [part.zfill(9) if part.isdigit() else part for part in name.split(".")])
     more = f" and {len(ordered) - NAMED} other tensors" if len(ordered) > NAMED else ""
     return ", ".join(ordered[:NAMED]) + more

@@ -162,7 +162,6 @@ def keep_soft_cap(model: nn.Module, asked: str = "auto", field: str = "attn_impl
 
 
 def with_soft_cap(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside, `model` is as `keep_soft_cap` leaves it."""
     configs = _configs(model)
     return _implementations(configs, [_capping(config) for config in configs])
 
@@ -291,7 +290,6 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def implementations(model: nn.Module, name: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, `model` uses the attention implementation `name`."""
     configs = _configs(model)
     return _implementations(configs, [name] * len(configs))
 

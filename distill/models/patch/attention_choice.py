@@ -65,7 +65,6 @@ class AttentionChoices:
         return str(self.found[place]["backend"])
 
     def write(self, folder: Path) -> None:
-        """Put the choices into the run's folder; nothing where nothing was timed."""
         if self.found:
             write_json(folder / ATTENTION_FILE, self.found)
 

@@ -49,12 +49,10 @@ class DocumentRope(Swap):
         return None if _is_long(module) and MARK not in module.__dict__ else OTHER
 
     def swap(self, module: nn.Module) -> None:
-        """Put in the forward that goes by documents."""
         module.__dict__[MARK] = True
         replace_forward(module, _forward)
 
     def restore(self, module: nn.Module) -> None:
-        """Give it back transformers' own."""
         del module.__dict__[MARK]
         restore_forward(module)
 

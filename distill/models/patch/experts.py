@@ -104,8 +104,6 @@ def experts_form(module: nn.Module, *, gradients: bool, **_: object) -> ExpertsF
 
 
 def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
-    """Replacement of the forward of a module of experts."""
-
     def forward(
         self: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -252,8 +250,6 @@ def router_form(module: Any, *, gradients: bool, **_: object) -> RouterForm | Mi
 
 
 def router_forward(form: RouterForm) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Replacement of a router's forward."""
-
     def forward(
         self: Any, hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

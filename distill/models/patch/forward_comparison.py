@@ -28,7 +28,6 @@ NEGLIGIBLE = 1e-3  # relative to the largest gradient's norm: below it a gradien
 
 
 def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether both are equal up to a few roundings of the dtype."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     scale = expected.abs().max().float()

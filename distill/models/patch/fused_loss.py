@@ -129,7 +129,6 @@ class LazyLogits(torch.Tensor):
         return logits
 
     def computed(self) -> torch.Tensor:
-        """The logits as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             logits = self.source.compute()
             return (logits.detach() if self.without_graph else logits).to(self.dtype)
@@ -197,7 +196,6 @@ class FusedLoss:
         self._ignored = IGNORE_INDEX
 
     def forward(self, model: PreTrainedModel, original: Callable[..., object], inputs: dict[str, Any]) -> Any:
-        """`original(**inputs)`, an inner model's forward, with the fused loss where there are labels to learn."""
         if inputs.get("labels") is None:
             return original(**inputs)
         if inputs.get("use_cache") is None:  # what learns or measures continues nothing
@@ -252,7 +250,6 @@ class FusedLoss:
         return unfusable_reason(head)
 
     def _head(self, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Replacement of the head's forward: keeps the loss and returns logits without columns."""
         assert self._head_of_call is not None and self._labels is not None
         weight, bias, lora = read_head(self._head_of_call)
         num_items = self._num_items
@@ -272,7 +269,6 @@ class FusedLoss:
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     def _loss_function(self, *_: object, **__: object) -> torch.Tensor | None:
-        """Replacement of the model's loss function."""
         loss = self._loss
         self._loss = None
         return loss

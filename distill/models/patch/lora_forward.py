@@ -78,7 +78,6 @@ def lora_recomputed(
 
 
 def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """Replacement of a LoRA layer's forward."""
     group = self.__dict__.get(GROUP)
     if group is not None and group.is_open and not (args or kwargs or torch.compiler.is_compiling()):
         output: torch.Tensor | None = group.outputs.take(self, x, group.compute)

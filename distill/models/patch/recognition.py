@@ -81,7 +81,6 @@ def _closest(
 
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Replacement of a LayerNorm's forward."""
     return layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -105,8 +104,6 @@ def rms_norm_form(module: Any, *, gradients: bool, **_: object) -> str | Mismatc
 
 
 def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
-    """Replacement of an RMSNorm's forward."""
-
     def forward(
         self: Any,
         hidden_states: torch.Tensor,

@@ -51,7 +51,6 @@ class SharedInput:
         return plain and len({layer.in_features for layer in layers}) == 1
 
     def weights(self) -> list[nn.Linear]:
-        """The layers whose weights are multiplied with the input."""
         return list(self.layers.values())
 
     def is_intact(self, module: nn.Module) -> bool:

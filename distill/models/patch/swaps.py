@@ -84,11 +84,9 @@ class Swap:
         raise NotImplementedError
 
     def swap(self, module: nn.Module) -> None:
-        """Put our forward in."""
         raise NotImplementedError
 
     def restore(self, module: nn.Module) -> None:
-        """Give a module back what it had before `swap`."""
         restore_forward(module)
 
 
@@ -131,7 +129,6 @@ class RecognisedSwap(Swap):
         self.of = kind
 
     def applies(self, module: nn.Module) -> str | None:
-        """Return the reason of a candidate's verdict; one like it is not run again."""
         if not self.of.candidate(module) or self.of.form is None:
             return None if self.of.candidate(module) else OTHER
         verdicts = self.report.verdicts
@@ -183,7 +180,6 @@ def swap_module(model: nn.Module, swap: Swap, module: nn.Module) -> None:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Return whether a model has swaps that `unpatch` takes back."""
     return any(not swap.survives_unpatch for swap, _ in bare(model).__dict__.get(SWAPPED, ()))
 
 

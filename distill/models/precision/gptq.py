@@ -107,7 +107,6 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def _require_finite(group: Group) -> None:
-    """Raise where the calibration inputs of linear layers hold NaN or infinity."""
     if not bool(group.hessian.isfinite().all()):
         name = next(iter(group.linears))
         raise ValueError(

@@ -15,7 +15,6 @@ class Group:
         self.tokens = 0
 
     def add(self, x: torch.Tensor) -> None:
-        """Add the outer products of an input [..., K]."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         with torch.autocast(rows.device.type, enabled=False):
             self.hessian.addmm_(rows.t(), rows)

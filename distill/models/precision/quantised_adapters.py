@@ -80,7 +80,6 @@ class _RoundedWeight(torch.autograd.Function):
 
 
 def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Replacement of the forward of a linear layer inside a LoRA layer."""
     matrix = self.__dict__.get(ADAPTED)
     weight: torch.Tensor = self.weight
     if matrix is not None and torch.is_grad_enabled():

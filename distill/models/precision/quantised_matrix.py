@@ -69,7 +69,6 @@ class QuantisedMatrix:
         fake_quantise_into(local_rows(self.parameter), self.master, self.form, self.scales)
 
     def fields(self) -> dict[str, torch.Tensor]:
-        """Return the scales of all rows as the file holds them; every process calls it."""
         own = self.form.first(self.master) if self.scales is None else self.scales
         return self.form.store(own.map(lambda rows: gather_rows(rows, self.parameter)))
 
@@ -180,7 +179,6 @@ class LearnedScales:
                     own.copy_(torch.where(mark > 0, part, own))
 
     def store(self) -> None:
-        """Round the values to those of a file."""
         for form, slices in self.forms:
             snapped = form.snap(Scales(*(self.values[place] for place in slices)))
             for place, part in zip(slices, snapped, strict=False):

@@ -133,7 +133,6 @@ def cut_parts(
 
 @torch.no_grad()
 def scale_norm(norm: nn.Module, form: str, factor: float) -> None:
-    """Multiply what an RMSNorm returns by a factor; in the form `gemma` its weight is an offset from 1."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
     offset = 1.0 if form == "gemma" else 0.0

@@ -72,7 +72,6 @@ class MixtureFormat(FusedFormat):
             return loss(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
 
     def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
-        """Return the mixture's probabilities, over the columns that all members have."""
         assert isinstance(targets, tuple)
         each = [member.scores(hidden, rows) for member, hidden in zip(self.members, targets, strict=True)]
         columns = min(logits.shape[-1] for logits in each)
@@ -115,7 +114,6 @@ class SeveralTeachers(Teacher):
         return ""
 
     def member_batch(self, number: int, batch: Batch) -> Batch | None:
-        """Return a member's batch; None where it reads nothing of this one."""
         raise NotImplementedError
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
@@ -166,7 +164,6 @@ class MixtureTeacher(SeveralTeachers):
         return {**plain, **named}
 
     def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Return each teacher's last hidden states, [B, S, its hidden size]."""
         return tuple(cast("torch.Tensor", member.targets(own)) for _, member, own in self.batches(batch))
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
@@ -200,7 +197,6 @@ class MixtureColumns:
     members: Sequence[Sequence[BatchColumns]]
 
     def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
-        """Return the columns of all members."""
         return {
             f"member{number}_{name}": value
             for number, columns in enumerate(self.members)
@@ -222,12 +218,10 @@ class MixtureModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Configuration of the first model, whose tokenizer makes the data."""
         return self.members[0].config
 
     @property
     def generation_config(self) -> Any:
-        """Generation configuration of the first model."""
         return self.members[0].generation_config
 
     @generation_config.setter

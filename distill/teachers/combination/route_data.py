@@ -54,7 +54,6 @@ class OfRoute(NamedTuple):
         return self.document.origin
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of `RoutedEncoder.columns`."""
         own = self.document.columns()
         same: dict[str, np.ndarray] = {f"{PREFIX}input_ids": own["input_ids"], "spans": np.zeros(0, dtype=np.int32)}
         if "answer_starts" in self.names and "answer_starts" not in own:

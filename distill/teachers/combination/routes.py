@@ -224,7 +224,6 @@ class RoutedTeacher(SeveralTeachers):
         return {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
-        """Return the targets of each route that occurs."""
         return {
             number: RouteTargets(
                 at_positions(member.targets(own), own["at"], own["rows"], batch["input_ids"]), own["rows"]
@@ -236,7 +235,6 @@ class RoutedTeacher(SeveralTeachers):
         return ", ".join(f"{name} {member.size_text()}" for name, member in self._named())
 
     def groups(self) -> list[list[AnyTeacher]]:
-        """Return the teachers of each route."""
         return [member.members if isinstance(member, MixtureTeacher) else [member] for member in self.members]
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:

@@ -66,7 +66,6 @@ class SeveralPlan(TeacherPlan):
 
     @functools.cached_property
     def members(self) -> list[TeacherPlan]:
-        """Plans of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
         if self.recipe.student.vocabulary != "cross":
             return self.given
         own = load_tokenizer(self.recipe.student, "student")

@@ -48,7 +48,6 @@ class Masking(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """True where batches hold packed documents."""
         return self.cu_seqlens_q is not None
 
     @property

@@ -161,7 +161,6 @@ def _add_kernel(
 
 
 def new_sums(parts: int, like: torch.Tensor) -> torch.Tensor:
-    """Return an empty buffer for `store_sums` of [B, H, T, D] `like`: fp32 [parts, B, H, T, D]."""
     return torch.empty(parts, *like.shape, dtype=torch.float32, device=like.device)
 
 

@@ -314,7 +314,6 @@ def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, f
 
 
 def finish_tokens(found: TileScores, state: SequenceState) -> None:
-    """Launch the kernel that selects each row's token from `found` and updates the state."""
     rows, tiles = found.columns.shape
     facts = device_facts(found.columns.device)
     _finish_kernel[(rows,)](

@@ -292,9 +292,7 @@ class BiasGELU(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., O] to [..., O]."""
         return bias_gelu(x, self.bias, self.approximate)
 
     def extra_repr(self) -> str:
-        """Return features and approximation, for `print(module)`."""
         return f"{self.bias.shape[0]}, approximate={self.approximate!r}"

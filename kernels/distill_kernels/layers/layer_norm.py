@@ -298,5 +298,4 @@ class LayerNorm(torch.nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        """Return size, epsilon and affine settings, for `print(module)`."""
         return f"{self.hidden_size}, eps={self.eps}, affine={self.weight is not None}"

@@ -383,5 +383,4 @@ class RMSNorm(torch.nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps, self.form)
 
     def extra_repr(self) -> str:
-        """Return size, epsilon and form, for `print(module)`."""
         return f"{self.weight.shape[0]}, eps={self.eps}, form={self.form!r}"

@@ -35,7 +35,6 @@ def expect(condition: bool, name: str, expected: str, got: object) -> None:
 
 
 def checked_direction(direction: str) -> str:
-    """Return `direction`; ValueError unless it is "forward" or "reverse"."""
     expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
     return direction
 

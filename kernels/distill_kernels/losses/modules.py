@@ -158,7 +158,6 @@ class FusedDistillationLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return terms and temperature, for `print(module)`."""
         parts = [f"{term.weight:g} * {term.type}" for term in self.terms]
         return f"{' + '.join(parts)}, temperature={self.objective.temperature:g}, reduction={self.reduction!r}"
 

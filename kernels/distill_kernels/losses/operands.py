@@ -177,5 +177,4 @@ class LossOutput(NamedTuple):
 
     @property
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of hidden states, weight, bias, LoRA A and B."""
         return self[2:7]

@@ -54,7 +54,6 @@ class Plan(NamedTuple):
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of the largest chunk."""
         return max((max(group) for group in self.groups), default=0)
 
 

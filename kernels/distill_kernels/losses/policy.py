@@ -123,5 +123,4 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         return fused_loss(self._settings(), inputs, return_stats, policy=policy, tp_group=tp_group)
 
     def extra_repr(self) -> str:
-        """Return the settings, for `print(module)`."""
         return f"{self.policy}, temperature={self.objective.temperature:g}"

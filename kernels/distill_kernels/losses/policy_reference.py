@@ -85,12 +85,10 @@ class Policy(NamedTuple):
     settings: PolicySettings
 
     def rows(self, which: slice | torch.Tensor) -> Policy:
-        """Return the rows `which`."""
         advantages, old, reference = (None if each is None else each[which] for each in self[:3])
         return Policy(advantages, old, reference, self.settings)
 
     def contiguous(self) -> Policy:
-        """Return the arguments with contiguous vectors, as kernels read them."""
         advantages, old, reference = (contiguous_rows(each) for each in self[:3])
         return Policy(advantages, old, reference, self.settings)
 

@@ -56,7 +56,6 @@ class Logits(NamedTuple):
     total_hard: torch.Tensor
 
     def rows(self, n: int) -> Logits:
-        """Return the first `n` rows."""
         return Logits(self.values[:n], self.shift[:n], self.total[:n], self.total_hard[:n])
 
 

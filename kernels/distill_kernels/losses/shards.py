@@ -103,7 +103,6 @@ class VocabShard(NamedTuple):
 
     @staticmethod
     def whole(vocab: int) -> VocabShard:
-        """Return a shard of all columns on one rank."""
         return VocabShard(SingleRank(), ((0, vocab),))
 
     @property
@@ -141,13 +140,11 @@ class VocabShard(NamedTuple):
         return own
 
     def encode(self) -> str:
-        """Return the shard as text, for operators whose arguments must be plain."""
         spans = ",".join(f"{start}:{stop}" for start, stop in self.spans)
         return f"{spans} {self.ranks.group.group_name}"
 
     @staticmethod
     def decode(text: str) -> VocabShard:
-        """Return the shard that `encode` made `text` of."""
         spans, name = text.split(" ", 1)
         pairs = (span.split(":") for span in spans.split(","))
         return VocabShard(Ranks(process_group_by_name(name)), tuple((int(start), int(stop)) for start, stop in pairs))

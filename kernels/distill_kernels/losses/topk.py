@@ -143,7 +143,6 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         return fused_loss(self._settings(), inputs, return_stats, top=top, tp_group=tp_group)
 
     def extra_repr(self) -> str:
-        """Return terms, temperature and tail, for `print(module)`."""
         return f"{super().extra_repr()}, tail={self.tail!r}"
 
 
@@ -231,5 +230,4 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
         return fused_loss(self._settings(), inputs, return_stats, top=StudentTopK(self.k, self.tail))
 
     def extra_repr(self) -> str:
-        """Return terms, temperature, K and tail, for `print(module)`."""
         return f"{super().extra_repr()}, k={self.k}, tail={self.tail!r}"

@@ -337,7 +337,6 @@ class Fp8Linear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return the layer's sizes, for `print(module)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 

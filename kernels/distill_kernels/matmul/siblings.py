@@ -68,7 +68,6 @@ class SiblingOutputs(Generic[T]):
         return output
 
     def drop(self) -> None:
-        """Drop the remaining outputs."""
         self.wasted = self.wasted or bool(self._outputs)
         self._source = None
         self._outputs = {}

@@ -297,5 +297,4 @@ class SplitKLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Return the layer's sizes, for `print(module)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -58,7 +58,6 @@ class Scales(NamedTuple):
     minimum: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Scales:
-        """Return what a function makes of the scales, and of the minima where there are any."""
         return Scales(function(self.scale), None if self.minimum is None else function(self.minimum))
 
 

@@ -74,7 +74,6 @@ class PackedIntegers(Format):
     layout: ClassVar[str] = "pack-quantized"
 
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return words, scales and the shape."""
         return {
             "weight_packed": pack_codes(codes, self.bits),
             "weight_scale": stored["scale"],
@@ -82,12 +81,10 @@ class PackedIntegers(Format):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values."""
         codes = unpack_codes(tensors["weight_packed"], self.bits, int(tensors["weight_shape"][-1]))
         return self.values(codes.float(), Scales(tensors["weight_scale"].float()))
 
     def described(self) -> dict[str, Any]:
-        """Return the weights' entry of a scheme."""
         return {
             "num_bits": self.bits,
             "type": "float" if self.codes.mantissa else "int",
@@ -108,11 +105,9 @@ class Float8(PackedIntegers):
     layout: ClassVar[str] = "float-quantized"
 
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights in e4m3 and their scales."""
         return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": stored["scale"]}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values."""
         return self.values(tensors["weight"].float(), Scales(tensors["weight_scale"].float()))
 
 
@@ -158,13 +153,11 @@ class NvFp4(PackedIntegers):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values."""
         fields = torch.stack([tensors["weight_packed"] & 15, tensors["weight_packed"] >> 4], -1).flatten(-2).long()
         codes = torch.tensor((*E2M1, *(-number for number in E2M1)))[fields]
         return self.values(codes, Scales(tensors["weight_scale"].float() / tensors["weight_global_scale"]))
 
     def described(self) -> dict[str, Any]:
-        """Return the weights' entry of a scheme."""
         return super().described() | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
 
 

@@ -43,7 +43,6 @@ class ContextTeacher(ReadingTeacher):
         self.prompt = prompt
 
     def targets(self, batch: Batch) -> Targets:
-        """Return the inner teacher's targets at the student's positions; 0 where no token is trained."""
         targets = self.inner.targets(self.inner_batch(batch))
         return at_positions(targets, batch["teacher_rows"], batch["valid_rows"], batch["input_ids"])
 

@@ -150,7 +150,6 @@ class CrossPlan(ReadingPlan):
         return SPANS
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """Return the inner teacher's footprint; the loss's chunks depend on the device's memory."""
         workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
         return self.inner.footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
 
@@ -177,14 +176,12 @@ class CrossVocabulary(Vocabulary):
 
     @functools.cached_property
     def readers(self) -> tuple[Reader, Reader]:
-        """Readers of student and teacher."""
         return readers_of(
             self.tokenizer, self.teacher_tokenizer, self.recipe.data, self.recipe.teacher.chat_template_kwargs
         )
 
     @functools.cached_property
     def vocabularies(self) -> Vocabularies:
-        """Shared tokens of the two vocabularies."""
         return compare_by_bytes(*self.readers)
 
     def tokenizers(self) -> list[Any]:
