@@ -37,10 +37,16 @@ PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-30b-a3b": 30_532_122_624,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
 }
-HARDWARE = {"llama3-8b-to-1b-lora": ("RTX 4090", 1), "llama3-70b-to-8b-lora": ("H100", 4)}
+HARDWARE = {
+    "qwen3-30b-a3b-to-1.7b": ("H200", 1),
+    "llama3-8b-to-1b-lora": ("RTX 4090", 1),
+    "llama3-70b-to-8b-lora": ("H100", 4),
+}
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from distill.cli import run_command
 from distill.models.prune.importance import select_parts, shape_for
-from distill.models.prune.routing import experts_field
 from distill.models.prune_candidates import candidates, parameters_share
+from distill.models.routing import experts_field
 from distill.recipe import FromTeacher, parse
 from distill.run import run
 from scripts.families.configs import tiny_config

@@ -113,13 +113,14 @@ def _data_lines(report: str) -> str:
 def _print(report: Preflight, measured: Any) -> None:
     from distill_kernels.launch import FAMILIES
 
+    from distill.models.shape import parameters_text
+
     device = report.device
     memory = report.memory
     where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
     lines = [
         f"teacher     {report.teacher_text}",
-        f"student     {report.student.parameters / 1e6:,.2f} M parameters, "
-        f"{report.student.trained / 1e6:,.2f} M trained",
+        f"student     {parameters_text([report.student])}, {report.student.trained / 1e6:,.2f} M trained",
         f"vocabulary  {report.vocabulary}",
         *([_data_lines(report.data)] if report.data else []),
         f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "

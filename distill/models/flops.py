@@ -10,6 +10,7 @@ from torch import nn
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.output_rows import MARK, row_parameters
 from distill.models.quantised_checkpoints import as_built
+from distill.models.routing import routing_of
 
 if TYPE_CHECKING:
     from distill.models.shape import Shape
@@ -40,11 +41,36 @@ class FlopCounts(NamedTuple):
 NO_FLOPS = FlopCounts(0.0, 0.0, 0.0)
 
 
+def active_shares(model: nn.Module) -> dict[int, float] | None:
+    """Return the share of a token's experts among all, by the id of each parameter that holds routed experts.
+
+    A layer's experts are one parameter for all of them [experts, ...], or modules in a list; shared experts and routers
+    meet every token and are not among them. None for a mixture whose configuration does not tell how many experts a
+    token has.
+    """
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    routing = routing_of(config)
+    if routing is None:
+        experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        return None if experts else {}
+    share = routing.per_token / routing.experts
+    shares: dict[int, float] = {}
+    for module in decoder_of(model).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == routing.experts:
+            shares |= {id(p): share for p in module.parameters()}
+        # transformers' experts: every parameter of the module has one entry for each of them
+        own = list(module.parameters(recurse=False))
+        if any(p.dim() == 3 and p.shape[0] == routing.experts for p in own):
+            shares |= {id(p): share for p in own if p.dim() > 1 and p.shape[0] == routing.experts}
+    return shares or None
+
+
 def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
-    """Return the FLOPs of `model`; None for a mixture of experts, whose active share is unknown here."""
+    """Return the FLOPs of `model`, of the experts those of a token's own; None where their share is not known."""
     model = as_built(model)
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    shares = active_shares(model)
+    if shares is None:
         return None
     decoder = decoder_of(model)
     linear = find_head(model).linear
@@ -57,8 +83,17 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
 
     def cost(parameters: list[nn.Parameter]) -> tuple[float, float]:
         """Return FLOPs (forward 2, gradient of the input 2, of a trained weight 2 more) and bytes."""
-        passes = [(p, 2.0 + (2 + 2 * p.requires_grad) * trains) for p in parameters]
-        return sum(p.numel() * n for p, n in passes), sum(2 * sum(p.shape) * n for p, n in passes if p.dim() > 1)
+        flops = 0.0
+        moved = 0.0
+        for p in parameters:
+            passes = 2.0 + (2 + 2 * p.requires_grad) * trains
+            flops += p.numel() * shares.get(id(p), 1.0) * passes
+            if id(p) in shares and p.dim() == 3:
+                # a token is read and written once for each of its experts
+                moved += 2 * p.shape[0] * shares[id(p)] * sum(p.shape[1:]) * passes
+            elif p.dim() > 1:
+                moved += 2 * shares.get(id(p), 1.0) * sum(p.shape) * passes
+        return flops, moved
 
     token, token_bytes = cost(body)
     trained, trained_bytes = cost([*linear.parameters(), *rows])

@@ -89,7 +89,13 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def attention_sizes(config: Any) -> tuple[int, int, int]:
-    """Return heads of queries, of keys and values, and a head's width; zeros for a model without attention."""
+    """Return heads of queries, of keys and values, and a head's width; zeros for a model without attention.
+
+    Where layers differ (transformers' `per_layer_config`, whose fields the whole configuration refuses to tell), those
+    of the layer with the most columns of queries.
+    """
+    if getattr(config, "_heterogeneity_spec", None) is not None:
+        return max((attention_sizes(layer) for layer in config.per_layer_config), key=lambda sizes: sizes[0] * sizes[2])
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         return 0, 0, 0

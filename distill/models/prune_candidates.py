@@ -27,8 +27,8 @@ from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.models.meta_models import meta_student
 from distill.models.prune.importance import Row, positions_of
 from distill.models.prune.pruning import student_config
-from distill.models.prune.routing import routing_of
 from distill.models.prune.widths import GROUPED, Widths, widths_of
+from distill.models.routing import routing_of
 from distill.recipe import FromTeacher, Importance, Student
 from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 

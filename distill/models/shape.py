@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from distill.models.flops import active_shares
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.layers import find_layers
 from distill.models.quantised_checkpoints import quantisation_of, stored_bits
@@ -16,6 +18,7 @@ class Shape(NamedTuple):
 
     Attributes:
         parameters: all of them, tied ones once.
+        active: parameters that one token meets: of a mixture's experts those of a token; None where that is not known.
         trained: number of parameters with gradients.
         linear: parameters in the decoder's linear layers.
         head: vocabulary x hidden size; `tied` where the embedding is the same tensor.
@@ -45,6 +48,7 @@ class Shape(NamedTuple):
     layered: int = 0
     largest_layer: int = 0
     stored_bits: float | None = None
+    active: int | None = None
 
 
 def shape_of(model: nn.Module) -> Shape:
@@ -64,6 +68,8 @@ def shape_of(model: nn.Module) -> Shape:
     embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
     layers = _layer_sizes(model)
     stored = quantisation_of(bare(model).config)
+    shares = active_shares(model)
+    active = None if shares is None else round(sum(p.numel() * shares.get(id(p), 1.0) for p in parameters))
     return Shape(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -83,7 +89,17 @@ def shape_of(model: nn.Module) -> Shape:
         layered=sum(layers),
         largest_layer=max(layers, default=0),
         stored_bits=None if stored is None else stored_bits(stored),
+        active=active,
     )
+
+
+def parameters_text(shapes: Sequence[Shape]) -> str:
+    """Return the number of parameters of models together, and of those that a token meets where they are fewer."""
+    text = f"{sum(shape.parameters for shape in shapes) / 1e6:,.2f} M parameters"
+    active = [shape.parameters if shape.active is None else shape.active for shape in shapes]
+    if sum(active) < sum(shape.parameters for shape in shapes):
+        text += f", {sum(active) / 1e6:,.2f} M of them active per token"
+    return text
 
 
 def _layer_sizes(model: nn.Module) -> list[int]:

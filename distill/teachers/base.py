@@ -30,6 +30,7 @@ from distill.data.collator import BatchColumns
 from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
 from distill.models.head import find_head
 from distill.models.meta_models import meta_config, meta_model
+from distill.models.shape import Shape, parameters_text
 from distill.models.sharding import is_sharded
 from distill.objectives.measure import KL, Measure
 from distill.objectives.targets import Batch, TargetFormat, Targets, VocabularyAlignment
@@ -39,7 +40,6 @@ from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
-    from distill.models.shape import Shape
     from distill.objectives.hidden import StoredHead
     from distill.recipe import Generate, ModelSection, Recipe
     from distill.recipe import Teacher as TeacherSection
@@ -408,7 +408,7 @@ class TeacherPlan:
         inner = self.inner_of_one()
         if inner is not None:
             return inner.size_text()
-        return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
+        return parameters_text(list(self.shapes()))
 
     def maker(self) -> dict[str, object] | None:
         """Return the identity of the model, for what is stored of it, as `teacher_identity` does; None if unknown."""

@@ -40,11 +40,11 @@ from distill.models.layers import find_layers, layer_indices
 from distill.models.prune.experts import expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection
 from distill.models.prune.pruning import trial_ids
-from distill.models.prune.routing import routing_of
 from distill.models.prune.scores import Score
 from distill.models.prune.width_layout import Layout
 from distill.models.prune.width_trial import axes_of, verified_layout
 from distill.models.prune.widths import Widths, target_widths, widths_of
+from distill.models.routing import routing_of
 from distill.recipe import FromTeacher, Importance
 from distill.recipe.from_teacher import COLUMN_AXES
 

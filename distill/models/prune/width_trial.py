@@ -24,9 +24,9 @@ from distill.models.patch.swaps import EPSILONS
 from distill.models.prune.experts import MaskedRouters, expert_modules, expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config, trial_ids
-from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Axis, Growth, Layout, Order
 from distill.models.prune.widths import Widths, widths_of, with_widths, without_layers
+from distill.models.routing import routing_of
 from distill.recipe.from_teacher import COLUMN_AXES
 
 LAYERS = 4

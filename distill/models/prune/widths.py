@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from distill.models.head import attention_sizes
-from distill.models.prune.routing import check_experts, experts_field, routing_of
+from distill.models.routing import check_experts, experts_field, routing_of
 from distill.recipe import FromTeacher
 from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 
