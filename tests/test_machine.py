@@ -253,7 +253,7 @@ def test_bf16_is_not_taken_where_it_is_only_emulated(monkeypatch):
 
 
 # GEMMs of PyTorch with their gradients, and integers
-OF_PYTORCH = {"cu_seqlens_from_position_ids", "lora_linear", "lora_linears", "shared_linear"}
+OF_PYTORCH = {"cu_seqlens_from_position_ids", "lora_linear", "shared_linear"}
 
 
 @pytest.mark.full
