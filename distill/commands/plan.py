@@ -49,7 +49,7 @@ def check(
     _, resolved = load_recipe(recipe, overrides)
     from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
-    from distill.planning.stages import check_stages
+    from distill.planning.preflight import check_stages
 
     device = find_device(gpu)
     with console.spinner("reading configurations and data"):

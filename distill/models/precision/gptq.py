@@ -24,13 +24,28 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
-from distill.models.precision.linear_group import Group
 from distill.models.precision.quantised_formats import plain_name
 
 Method = Literal["nearest", "importance", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean
 MOST_DAMPINGS = 20  # tenfold steps of the damping until a matrix counts as one that has no inverse
 COLUMNS = 128  # rounded before the rest of the matrix is moved
+
+
+class Group:
+    """Linear layers that read the same input, and the sum of its outer products over calibration rows."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.linears: dict[str, nn.Linear] = {}
+        self.hessian = torch.zeros(size, size, device=device)
+        self.tokens = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add the outer products of an input [..., K]."""
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        with torch.autocast(rows.device.type, enabled=False):
+            self.hessian.addmm_(rows.t(), rows)
+        self.tokens += len(rows)
 
 
 class Rounded(NamedTuple):
