@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from distill.core.files import free_bytes
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
+from distill.data.load import Splits
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.dtypes import Precision
@@ -142,7 +143,6 @@ def check(
         student.shape,
         plan.accumulation,
         tokens_per_step(recipe.train, recipe.data, plan.world),
-        recipe.train.steps,
     )
     if recipe.student.compute == "fp8":
         report.notes.append(
@@ -160,12 +160,14 @@ def check(
     loaded = source.sections if untrained else {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)
-    facts = _check_data(plan, vocabulary, report) if read_data else None
-    # as in a run, from here on by what is known of the data: of a teacher whose outputs are stored no weights are held
+    splits = _check_data(plan, vocabulary, report) if read_data else None
+    facts = None if splits is None else splits.report
+    # placed when the data are read, as by a run: of a teacher whose outputs for them are stored no weights are held
     plan = plan._replace(longest=0 if facts is None else facts.longest)
-    placement = place(plan)
-    sharded = placement.teacher_sharded
-    report.strategy = placement.short
+    run = plan_run(plan, 0 if splits is None else len(splits.train))
+    sharded = run.placement.teacher_sharded
+    report.strategy = run.placement.short
+    report.steps = recipe.train.steps if splits is None else run.steps
     report.problems[:0] = loading_problems(source, cuda=device.cuda, sharded=sharded, family=device.family)
     report.memory = memory = _memory(plan)
     report.fits = memory.peak <= plan.usable
@@ -336,7 +338,7 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
     return "" if here else f"{section.model} is not on this machine"
 
 
-def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
+def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflight) -> Splits | None:
     """Read data that are on this machine, and report on them."""
     source = plan.source
     data = plan.recipe.data
@@ -364,9 +366,8 @@ def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflig
         report.problems.append(
             f"data: only {facts.trained_share:.1%} of the tokens are trained on; check data.train_on"
         )
-    report.steps = plan_run(plan, len(splits.train)).steps
     report.notes += small_data_warnings(plan.recipe, facts, report.accumulation, report.training)
-    return facts
+    return splits
 
 
 def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight) -> None:

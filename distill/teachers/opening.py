@@ -93,8 +93,9 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         student = student if section.cut is None else cut_from(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
-        if problem := length_problem(recipe, bare(model).config, field):
-            raise ValueError(problem)
+        too_long = length_problem(recipe, bare(model).config, field)
+        if too_long:
+            raise ValueError(too_long)
         check_packing(recipe, model, field)
     rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
     vocab_size, verdict = vocabulary.match(list(teacher.format.properties.columns), rows)
