@@ -52,6 +52,8 @@ from distill.models.load.save_check import add_turn_end_tokens, check_saving, fi
 from distill.models.meta_models import warn_of_mismatch
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.objectives.plugin import allowed_plugin
+from distill.planning.device_plan import DevicePlan
+from distill.planning.devices import device_here
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import require_settings
 from distill.planning.teacher_server import teacher_servers
@@ -262,14 +264,15 @@ class Run:
         vocabulary = source.vocabulary()
         with console.announced("reading", recipe.data.source):
             splits = vocabulary.read(recipe.data, recipe.train.seed)
-        plan = plan_run(recipe, splits, device)
+        precision = resolve_precision(recipe, device)
+        devices = DevicePlan(recipe, source, precision, device_here(device), world_size(), splits.report.longest)
+        plan = plan_run(devices, len(splits.train))
         if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
         calibration = calibration_of(recipe, splits)
         if recipe.data.active_on_policy is not None:
             require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
         attention = AttentionChoices(recipe, recorded)
-        precision = resolve_precision(recipe, device)
         context = LoadContext(device, precision, plan.placement, attention, calibration)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
 

@@ -20,22 +20,6 @@ def t(*shape, dtype=torch.bfloat16, grad=True): return torch.ones(*shape, dtype=
 x, w, x_t, w_t = t(130, 64), t(1000, 64), t(130, 128, grad=False), t(1000, 128, grad=False)
 y = torch.ones(130, dtype=torch.int64)
 """
-CUT_VOCABULARY = """
-from distill_kernels.losses import linear, operands, terms
-from distill_kernels.losses.shards import VocabShard
-class One:  # of two ranks, whose collectives do nothing
-    index, size = 1, 2
-    def all_gather(self, tensor): return torch.stack([tensor, tensor])
-    def all_reduce_(self, tensor): return tensor
-    def all_reduce_async(self, tensor): return lambda: None
-def cut(objective, teacher, top, stats=True):
-    batch, wanted = operands.Batch(y, torch.ones(130), None, top), operands.RequiredGrads(True, True, stats=stats)
-    with torch.no_grad():
-        linear.linear_divergence(
-            operands.Head(x, w), teacher, batch, objective, wanted, vocab=1000, dtype=torch.bfloat16,
-            shard=VocabShard(One(), ((0, 1000), (1000, 2000))),
-        )
-"""
 SNIPPETS = {
     "linear losses": (
         """
@@ -61,34 +45,6 @@ for extra in ({}, more):
     ours.fused_policy_gradient_loss(x, w, y, known, return_stats=True, **extra)[0].backward()
 """,
         {"_project_kernel", "_row_normalisers_kernel", "_log_p_kernel", "_policy_kernel"},
-    ),
-    "losses of a cut vocabulary": (
-        CUT_VOCABULARY
-        + """
-for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0):
-    objective = terms.make_objective([ours.LossTerm(kind, 1.0) for kind in kinds], temperature=temperature)
-    cut(objective, operands.Head(x_t, w_t), None)
-""",
-        {"_row_normalisers_kernel", "_row_kernel"},
-    ),
-    "other teachers of a cut vocabulary": (
-        CUT_VOCABULARY
-        + """
-from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.topk_reference import TopK
-heads = operands.Head(x_t, w_t), operands.Head(x.detach(), w.detach())
-ids, given = torch.ones(130, 64, dtype=torch.int32), torch.ones(130, 64)
-hard = ours.LossTerm("cross_entropy", 0.5)
-plain = terms.make_objective([ours.LossTerm("forward_kl", 1.0)])
-everything = terms.make_objective(
-    [ours.LossTerm("forward_kl", 1.0), hard], temperature=2.0, label_smoothing=0.1, z_loss=1e-4, student_softcap=30.0
-)
-for objective in (plain, everything):
-    cut(objective, Mixture(heads, (0.7, 0.3), (1.0, 1.0), (0.0, 30.0)), None)
-    for tail in ("bucket", "renormalize", "sampled"):
-        cut(objective, None, TopK(ids, given, tail), stats=objective is everything)
-""",
-        {"_top_k_normalisers_kernel", "_top_k_kernel", "_mix_kernel", "_row_kernel"},
     ),
     "linear layer of tiles": (
         """

@@ -10,7 +10,6 @@ from distill_kernels.losses.divergence import RowRequest, log_softmax, reference
 from distill_kernels.losses.operands import RowCall
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_kernel import launch_row_loss
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats, make_objective
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
 
@@ -41,7 +40,7 @@ def run_kernel(z, z_teacher, objective, labels=None, row_scale=None, rows=None, 
         relative_logits(z, objective.temperature),
         None if z_teacher is None else relative_logits(z_teacher, objective.temperature),
         objective,
-        RowCall(labels, scale, rows, loss, figures, grad, VocabShard.whole(z.shape[1])),
+        RowCall(labels, scale, rows, loss, figures, grad),
     )
     return loss, grad, figures
 

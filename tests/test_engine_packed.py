@@ -28,12 +28,10 @@ pytestmark = [
 IN_VLLM = (
     "plain-int4_g32",
     "compressed-tensors-int4_g32",
-    "awq-int4_g32",
     "compressed-tensors-int4_g32-experts",
-    "awq-int4_g32-experts",
     "compressed-tensors-int4_g32-whole",
 )
-LAYOUTS_OF_FOLDERS = ("plain", "compressed-tensors", "awq")
+LAYOUTS_OF_FOLDERS = ("plain", "compressed-tensors")
 EXPERTS = {"kind": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 4}
 EXPERTS |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 NO_KERNEL = {  # of vLLM 0.32.0 on CPUs: the schemes are recognised, and nothing computes them
@@ -75,7 +73,7 @@ def students(tmp_path_factory):
         with torch.no_grad():
             found[folder] = model(input_ids=ids[None]).logits[0].log_softmax(-1)
         if layout != "plain":
-            pack_folder(place / folder, layout=layout)
+            pack_folder(place / folder)
     return place, found
 
 

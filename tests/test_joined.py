@@ -1,6 +1,5 @@
 """Sibling projections whose weights lie after each other: one product each way, the same gradients, safe to move."""
 
-import contextlib
 import copy
 import types
 
@@ -10,7 +9,6 @@ from distill_kernels import FusedAdamW
 from distill_kernels.launch import FAMILIES, interpreted
 from distill_kernels.layers.glu import reference_glu, swiglu
 from distill_kernels.layers.rope import reference_rope, rope
-from distill_kernels.matmul.lora import lora_linears, reference_lora_linear
 from distill_kernels.matmul.shared_input import gradient_slots, reference_shared_linear, shared_linear
 from distill_kernels.operands import adjacent_as_one
 from peft import LoraConfig, get_peft_model
@@ -227,6 +225,10 @@ def test_layers_that_are_not_joined():
     patch(fp8, "student", attention=None)
     compute_in_fp8(fp8)
     assert join_projections(fp8) == 0
+    config = LoraConfig(r=4, target_modules="all-linear", exclude_modules=["lm_head"])
+    adapted = get_peft_model(tiny_model(hidden=64), config).train()
+    patch(adapted, "student", attention=None)
+    assert join_projections(adapted, trains=True) == 0
     tied = ready(join=False)[0]
     shared = tied.model.layers[0].mlp
     shared.up_proj.weight = shared.gate_proj.weight
@@ -237,82 +239,8 @@ def test_layers_that_are_not_joined():
     assert torch.equal(shared.up_proj(x), F.linear(x, shared.gate_proj.weight))
 
 
-def adapted(join, **more):
-    torch.manual_seed(3)
-    config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", exclude_modules=["lm_head"], **more)
-    model = get_peft_model(tiny_model(hidden=64, attention_bias=True), config).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    patch(model, "student", attention="triton")
-    assert not join or join_projections(model, trains=True) == 4
-    return model
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("scales", ["one", "two"])
-def test_adapters_of_siblings_are_one_node(scales):
-    more = {} if scales == "one" else {"alpha_pattern": {"k_proj": 2, "up_proj": 9}}
-    model, plain = adapted(True, **more), adapted(False, **more)
-    made, ours = products(lambda: run(model))
-    usual, exact = products(lambda: run(plain))
-    # of k siblings one product in place of k: bases, dx of bases and of adapters, dA, z where scales are equal;
-    # nobody asks the lowest attention for dx
-    fewer = 2 * sum((5 if scales == "one" else 4) * (k - 1) for k in (3, 2)) - 2 * 2
-    assert usual - made == fewer
-    assert len(exact[1]) == 2 * 7 * 2
-    assert_same(
-        ours, exact, 5e-5
-    )  # scales are applied within products; exact in test_adapters_equal_the_reference_in_fp64
-    again = copy.deepcopy(model)
-    assert_same(run(again), exact, 5e-5)
-    with model.disable_adapter():
-        off = run_frozen(model)
-    assert torch.equal(off, run_frozen(plain, off=True))
-    model.model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
-    assert_same(run(model), exact, 5e-5)
-
-
-@torch.no_grad()
-def run_frozen(model, off=False):
-    with interpreted(), model.disable_adapter() if off else contextlib.nullcontext():
-        return decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runs_join_layers_on_measured_families(hardware, family):
     hardware.setattr(gpu_specs, "device_facts", lambda device: types.SimpleNamespace(family=family))
     assert gpu_specs.joins_on(torch.device("cuda")) == (family == "sm_90")
     assert not gpu_specs.joins_on(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("scales", [(0.7, 0.7), (0.7, 1.3)])
-@pytest.mark.parametrize("lie", ["joined", "apart"])
-def test_adapters_equal_the_reference_in_fp64(lie, scales):
-    """Results equal those of separate layers, also with one adjacent output or weights that are not adjacent."""
-    torch.manual_seed(0)
-    weights = [w.detach() for w in joined(8, 4, dtype=torch.float64)]
-    weights = weights if lie == "joined" else [w.clone() for w in weights]
-    biases = list(torch.randn(12, dtype=torch.float64).split([8, 4]))
-    adapters = [
-        (
-            torch.randn(3, 16, dtype=torch.float64, requires_grad=True),
-            torch.randn(size, 3, dtype=torch.float64, requires_grad=True),
-            scale,
-        )
-        for size, scale in zip((8, 4), scales, strict=True)
-    ]
-    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    leaves = [x, *(matrix for a, b, _ in adapters for matrix in (a, b))]
-    results = []
-    for one in (True, False):
-        if one:
-            outputs = lora_linears(x, weights, biases, adapters)
-        else:
-            outputs = [
-                reference_lora_linear(x, *parts)
-                for parts in ((w, c, *own) for w, c, own in zip(weights, biases, adapters, strict=True))
-            ]
-        results.append([*outputs, *torch.autograd.grad(sum(y.sin().sum() for y in outputs), leaves)])
-    for got, right in zip(*results, strict=True):
-        assert (got - right).abs().max() <= 1e-12 * right.abs().max()

@@ -9,11 +9,9 @@ from distill_kernels.losses import plan as planning
 from distill_kernels.losses import projection
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, RequiredGrads
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from grids import pairwise
 from helpers import assert_as_promised, assert_parts, kernels_launched, realistic_heads, relative_error
-from rank_parts import PADDING, SPANS, Turns
 
 HARD = [LossTerm("cross_entropy", 0.8)]
 PLAIN = {}
@@ -201,32 +199,6 @@ def test_lora_on_the_head_equals_merged_weights(kernel_device):
         assert_as_promised(name, mine, right)
     for mine, right in zip(made[2:], exact[2:], strict=True):
         assert relative_error(mine, right) < 5e-3  # rounded once more
-
-
-@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_ranks_compute_gradients_of_their_columns(kernel_device, spans):
-    vocab = spans[-1][1]
-    given = inputs(kernel_device, 24, vocab + PADDING, torch.bfloat16)
-    x, w, bias, labels, scale = given
-    labels.clamp_(max=vocab - 1)
-    scale[labels == -100] = 0.0
-    o, rows = make_objective(HARD, **EVERYTHING), (labels != -100).nonzero().squeeze(1).flip(0)
-
-    def work(ranks):
-        shard = VocabShard(ranks, spans)
-        start, stop = spans[ranks.index]
-        stop += PADDING * (stop == vocab and start < vocab)
-        head, batch = Head(x, w[start:stop], bias[start:stop]), Batch(shard.local_labels(labels), scale, rows)
-        how = {"vocab": shard.columns, "dtype": x.dtype, "shard": shard}
-        lse = fused_linear_divergence(head, None, batch, o, RequiredGrads(), **how).lse
-        return fused_linear_divergence(head, None, batch._replace(lse=lse), o, ALL, **how)
-
-    parts = Turns(len(spans)).run(work)
-    exact = dense(*given, torch.float64, vocab=vocab, **EVERYTHING)[1:]
-    for part in parts:
-        assert_as_promised("dx", part.hidden, exact[0])
-    assert_as_promised("dW", torch.cat([part.weight for part in parts]), exact[1])
-    assert_as_promised("db", torch.cat([part.bias for part in parts]), exact[2])
 
 
 @pytest.mark.gpu

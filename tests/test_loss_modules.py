@@ -274,7 +274,6 @@ def test_op_passes_opcheck(where):
             "",
             0,
             "",
-            "",
         ),
     )
 

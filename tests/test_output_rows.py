@@ -4,7 +4,6 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from distill.commands.bench import compile_layers
 from distill.data.collator import Collator
 from distill.models import output_rows
 from distill.models.flops import count_flops
@@ -12,6 +11,7 @@ from distill.models.graphs import _GraphedDecoder
 from distill.models.head import decoder_of, last_hidden
 from distill.models.patch.patching import patch, unpatch
 from distill.teachers.objective import DistillationObjective
+from scripts.bench.step_variants import compile_layers
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma2")
 

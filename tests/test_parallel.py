@@ -50,9 +50,10 @@ def test_the_requested_placement_of_the_teacher_is_used(teachers, expected):
 def gpu_of(monkeypatch, gib):
     from types import SimpleNamespace
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * GIB))
+    facts = SimpleNamespace(name="NVIDIA H100", total_memory=gib * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    for module in ("placement", "cache_memory"):
+    for module in ("devices", "cache_memory"):
         monkeypatch.setattr(f"distill.planning.{module}.family_in", lambda device: "sm_90")
 
 
@@ -78,21 +79,32 @@ def flagship(*overrides):
     ],
 )
 def test_a_recipe_is_shared_by_what_fits(monkeypatch, gib, world, overrides, expected):
-    from distill.planning.placement import plan_placement
+    from distill.planning.device_plan import DevicePlan
+    from distill.planning.placement import estimate_placement
 
     gpu_of(monkeypatch, gib)
-    found = plan_placement(flagship("train.tokens_per_step=null", *overrides), torch.device("cuda", 0), world)
+    recipe = flagship("train.tokens_per_step=null", *overrides)
+    found = estimate_placement(DevicePlan.here(recipe, torch.device("cuda", 0), world))
     assert found[:3] == expected, str(found)
     if world > 1:
         assert f"each of {world} GPUs" in str(found)
 
 
 def test_an_fp8_teacher_is_not_sharded(monkeypatch):
-    from distill.planning.placement import plan_placement
+    from distill.models.patch.attention_choice import AttentionChoices
+    from distill.planning.device_plan import DevicePlan
+    from distill.planning.placement import place
+    from distill.teachers.load_context import LoadContext
+    from distill.teachers.opening import open_pair
 
     gpu_of(monkeypatch, 20)
-    with pytest.raises(ValueError, match=r"teacher\.dtype: an fp8 teacher cannot be sharded"):
-        plan_placement(flagship("train.tokens_per_step=null", "teacher.dtype=fp8"), torch.device("cuda", 0), 4)
+    monkeypatch.setattr("distill.teachers.opening.family_in", lambda device: "sm_90")
+    recipe, device = flagship("train.tokens_per_step=null", "teacher.dtype=fp8"), torch.device("cuda", 0)
+    plan = DevicePlan.here(recipe, device, 4)
+    context = LoadContext(device, plan.precision, place(plan), AttentionChoices(recipe, {}))
+    why = r"teacher\.dtype: an fp8 teacher cannot be sharded.* \(of 19\.0 GiB usable on each of 4 GPUs"
+    with pytest.raises(ValueError, match=why):
+        open_pair(plan.source, plan.source.vocabulary(), context)
 
 
 def gradients(kind, sharded):

@@ -19,9 +19,10 @@ from distill.models.dtypes import Precision
 from distill.models.flops import parameters_of
 from distill.models.shape import shape_of
 from distill.planning import memory
+from distill.planning.device_plan import planned_precision
 from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.memory import LOADING, layer_activations, step_memory
-from distill.planning.preflight import check, device_plan, planned_precision
+from distill.planning.preflight import check, device_plan
 from distill.planning.step_time import COPY_EFFICIENCY
 from distill.recipe import Lora, WeightedTeacher, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
@@ -304,7 +305,8 @@ def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, wat
     loss.backward()
     precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     available = device_facts(kernel_device).memory_bytes
-    plan = device_plan(recipe(), find_device("H100"), 1)._replace(precision=precision, memory_bytes=available)
+    device = find_device("H100")._replace(memory_bytes=available)
+    plan = device_plan(recipe(), device, 1)._replace(precision=precision)
     planned = memory._workspace(plan, rows, columns, 0 if frozen else w.nbytes, 1 if stored else 2)
     assert made == [planned]
 
@@ -370,7 +372,7 @@ def test_check_prints_its_report_as_json(workplace, capsys):
     "arguments, problem",
     [
         (["student={model: other}"], "student.model: teacher and student cannot be compared"),
-        (["data.max_length=1024"], "data.max_length: 1024 exceeds the teacher's 512 positions"),
+        (["data.max_length=1024"], "data.max_length: expected at most 512, the teacher's longest sequence; got 1024"),
         (
             ["data.source=gone.jsonl"],
             "data.source: expected a local file or folder, python-stdlib or a hub id; 'gone.jsonl' does not exist",

@@ -110,7 +110,7 @@ def test_a_whole_run_with_it(workplace, capsys):  # noqa: F811
 def test_parameter_count_is_that_of_the_unquantised_model(folder):
     """Whatever its layers keep: packed weights would count as fewer, buffers not at all."""
     teacher, plain = load_teacher(Teacher(model=folder)), tiny_model(layers=3, tie=False).requires_grad_(False)
-    for layer in teacher.model.layers:  # as GPTQ's and AWQ's layers keep them
+    for layer in teacher.model.layers:  # as GPTQ's layers keep them
         gate = layer.mlp.gate_proj
         packed = gate.weight.detach()[:, ::8].to(torch.int32)
         del gate.weight

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from distill_kernels.quantisation.formats import FORMATS
-from distill_kernels.quantisation.packed_tensors import pack_codes, unpack_awq, unpack_codes
+from distill_kernels.quantisation.packed_tensors import pack_codes, unpack_codes
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GgufConfig
@@ -147,7 +147,8 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
             ["--format", "compressed-tensors"],
             "--format: compressed-tensors holds weights in int4_g32, int8, fp8, nvfp4, and this",
         ),
-        (["--format", "zip"], "--format: expected safetensors, compressed-tensors or awq, got 'zip'"),
+        (["--format", "zip"], "--format: expected safetensors or compressed-tensors, got 'zip'"),
+        (["--format", "awq"], "--format: AutoAWQ's layout was removed; use compressed-tensors"),
         (
             ["--format", "compressed-tensors", "--gguf", "q4_0"],
             "--format: compressed-tensors and a GGUF file hold other",
@@ -175,7 +176,6 @@ ADAPTER = (
     "format, arguments, reads",
     [
         ("q4_0", ["--gguf", "q4_0"], None),
-        pytest.param("int4_g32", ["--format", "awq"], lambda form, found: unpack_awq(found), marks=pytest.mark.full),
         pytest.param(
             "nvfp4",
             ["--format", "compressed-tensors"],
@@ -250,35 +250,9 @@ def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
             assert torch.equal(values.flatten(-2), own[key]) and key not in packed
 
 
-def test_an_awq_folder_holds_what_was_trained(workplace, capsys):
-    student = train("int4_g32")
-    assert run_command(["export", "int4_g32", "-o", "out", "--format", "awq"]) == 0
-    assert 0 <= float(re.search(r"read back and compared: a KL of (\S+) nats", capsys.readouterr().out)[1]) < 1e-4
-    own, packed = load_file(f"{student}/model.safetensors"), load_file("out/model.safetensors")
-    with open("out/config.json") as file:
-        config = json.load(file)
-    assert config["dtype"] == "float16" and config["quantization_config"] == {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 32,
-        "zero_point": True,
-        "version": "gemm",
-        "modules_to_not_convert": ["lm_head"],
-    }
-    for key in (key for key in own if "_proj" in key):
-        module = key.removesuffix("weight")
-        assert key not in packed
-        tensors = {name.removeprefix(module): part for name, part in packed.items() if name.startswith(module)}
-        assert torch.equal(unpack_awq(tensors), own[key])
-    train("int8")
-    capsys.readouterr()
-    assert run_command(["export", "int8", "-o", "other", "--format", "awq"]) == 2
-    assert "--format: awq holds weights in int4_g32, and this student's are in int8" in capsys.readouterr().err
-
-
 def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path, capsys):
     found = {}
-    for method in ("nearest", "importance", "awq", "gptq"):
+    for method in ("nearest", "importance", "gptq"):
         data = [] if method == "nearest" else ["--data", "rows.jsonl", "--max-length", "64"]
         named = "rtn" if method == "nearest" else method  # round to nearest, as papers call it
         assert run_command(["quantise", "./student", "-o", method, "--method", named, *data]) == 0
@@ -294,12 +268,13 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert (tmp_path / "packed" / "packed-q4_0.gguf").is_file()
     for arguments, message in (
         (["-f", "q5_1"], "--format: expected one of q4_0, q5_0, q8_0, q4_k, q6_k, int4_g32, int8, fp8, nvfp4, got 'q"),
-        (["--method", "hqq"], "--method: expected one of nearest, rtn, importance, awq, gptq, got 'hqq'"),
+        (["--method", "hqq"], "--method: expected one of nearest, rtn, importance, gptq, got 'hqq'"),
+        (["--method", "awq"], "--method: awq was removed; use gptq"),
         ([], "--data: required for a model with --method gptq; only a run has training rows"),
         *(
             (["-f", form, "--method", method], f"{method} rounds layers in less than 8 bits; expected nearest with")
             for form in ("q8_0", "int8", "fp8")
-            for method in ("importance", "awq", "gptq")
+            for method in ("importance", "gptq")
         ),
         (["--method", "nearest", "--data", "rows.jsonl"], "--data: nearest calibrates on nothing"),
         (["--max-length", "9"], "--max-length: expected together with --data"),
@@ -310,7 +285,7 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert "exists and is not an empty folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("methods", [[None], pytest.param(["importance", "awq", "nearest"], marks=pytest.mark.full)])
+@pytest.mark.parametrize("methods", [[None], pytest.param(["importance", "nearest"], marks=pytest.mark.full)])
 def test_every_format_is_rounded_by_every_method_that_it_has(tmp_path, monkeypatch, methods, capsys):
     """And packed where there is a file of it; what cannot be is refused in the test above."""
     monkeypatch.chdir(tmp_path)
@@ -325,8 +300,6 @@ def test_every_format_is_rounded_by_every_method_that_it_has(tmp_path, monkeypat
     for name, form in FORMATS.items():
         folder = "wide" if name in ("q4_k", "q6_k") else "narrow"
         for method in methods if form.is_learned else [None]:
-            if folder == "wide" and method == "awq":
-                continue  # twenty searches of scales a group, a minute
             data = rows * (form.is_learned and method != "nearest")
             output = f"{name}-{method}"
             arguments = ["-f", name, *(["--method", method] if method else []), *data, "--pack"]
@@ -350,16 +323,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_rounding(tmp_path):
 def test_a_rounded_folder_is_exported_like_a_run(workplace, tmp_path, capsys):
     assert run_command(["quantise", "./student", "-o", "rounded", "--method", "rtn", "-f", "int4_g32"]) == 0
     capsys.readouterr()
-    assert run_command(["export", "rounded", "-o", "packed", "--format", "awq"]) == 0
-    assert float(re.search(r"read back and compared: a KL of (\S+) nats", capsys.readouterr().out)[1]) < 1e-4
+    assert run_command(["export", "rounded", "-o", "packed", "--format", "compressed-tensors"]) == 0
+    assert float(re.search(r"read back and compared: a KL of (\S+) nats", capsys.readouterr().out)[1]) < 1e-3
     own, packed = load_file("rounded/model.safetensors"), load_file("packed/model.safetensors")
     module = "model.layers.1.mlp.up_proj."
     tensors = {name.removeprefix(module): part for name, part in packed.items() if name.startswith(module)}
-    assert torch.equal(unpack_awq(tensors), own[f"{module}weight"])
+    assert torch.equal(FORMATS["int4_g32"].unpack(tensors), own[f"{module}weight"])
     assert run_command(["export", "student", "-o", "whole", "--gguf", "q4_0"]) == 0, "a model's folder, too"
     assert "rounding its weights to q4_0 costs a KL of" in capsys.readouterr().out
     assert run_command(["export", "packed", "-o", "again"]) == 2
-    assert "is quantised (awq)" in capsys.readouterr().err
+    assert "is quantised (compressed-tensors)" in capsys.readouterr().err
 
 
 def test_a_packed_mixture_of_experts_keeps_the_names_of_its_files(tmp_path):
@@ -367,14 +340,17 @@ def test_a_packed_mixture_of_experts_keeps_the_names_of_its_files(tmp_path):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     save_quantised(tmp_path / "m", "int4_g32", kind="mixtral", **experts)
     before = load_file(tmp_path / "m" / "model.safetensors")
-    assert pack_folder(tmp_path / "m", layout="awq") < 1e-2
+    assert pack_folder(tmp_path / "m") < 1e-2
     after = load_file(tmp_path / "m" / "model.safetensors")
     kept = {name for name in before if "experts" in name or name.endswith("gate.weight")}
-    assert len(kept) == 2 * (4 * 3 + 1) and all(torch.equal(after[name], before[name].half()) for name in kept)
-    assert {name.rpartition(".")[2] for name in after.keys() - before.keys()} == {"qweight", "qzeros", "scales"}
-    others = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    parents = {name.partition(".experts.")[0] + ".experts" for name in kept if ".experts." in name}
-    assert set(others) == {name.removesuffix(".weight") for name in kept} | parents | {"lm_head"}
+    assert len(kept) == 2 * (4 * 3 + 1) and all(torch.equal(after[name], before[name].bfloat16()) for name in kept)
+    assert {name.rpartition(".")[2] for name in after.keys() - before.keys()} == {
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+    }
+    others = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {name.removesuffix(".weight") for name in kept} | {"lm_head"} <= set(others)
 
 
 def test_a_run_is_rounded_on_its_own_rows(workplace, capsys):

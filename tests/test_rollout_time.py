@@ -14,7 +14,7 @@ from distill.models.gpu_specs import GPU_SPECS
 from distill.models.shape import shape_of
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
-from distill.planning.rollout_time import seconds_per_token
+from distill.planning.step_time import seconds_per_token
 from distill.recipe import load
 from distill.recipe.shipped import find_architecture
 

@@ -19,58 +19,40 @@ def lora_70b(*overrides):
 
 
 def chosen(recipe, gpu="H100", gpus=4):
-    device = find_device(gpu)
-    return planning.choose_teacher_server(device_plan(recipe, device, gpus), device).parallel
+    return planning.choose_teacher_server(device_plan(recipe, find_device(gpu), gpus)).parallel
 
 
-def test_an_fp8_teacher_without_room_for_a_student_gets_a_server():
-    """70B in fp8 on 2, the LoRA student on 2: it cannot be cut, and copies leave no room; 3 would wait for 1."""
-    recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
-    parallel = chosen(recipe)
+@pytest.mark.parametrize("gpu", ["H100", "80GB"])  # memory decides, known rates or not
+def test_an_fp8_teacher_without_room_for_a_student_gets_a_server(gpu):
+    """70B in fp8 on 2, the LoRA student on 2: it cannot be cut, and copies leave no room; 3 would leave 1 to train."""
+    recipe = lora_70b("teacher.dtype=fp8")
+    parallel = chosen(recipe, gpu)
     assert (parallel.teacher, parallel.teacher_gpus) == ("served", 2)
-    ways = {
-        each.recipe.parallel.teacher_gpus: planning._seconds_per_token(each, device)
-        for each in planning._with_servers(device_plan(recipe, device, 4))
-    }
-    assert ways.keys() == {2, 3} and ways[2] < ways[3]
+    plans = list(planning._with_servers(device_plan(recipe, find_device(gpu), 4)))
+    assert [each.recipe.parallel.teacher_gpus for each in plans] == [2, 3]
 
 
-def test_where_all_can_do_both_a_server_loses():
-    """70B in bf16, on 2 + 2 as on 3 + 1: its products take longer than those of both models on all four."""
-    recipe, device = lora_70b(), find_device("H100")
-    plan = device_plan(recipe, device, 4)
-    assert planning.choose_teacher_server(plan, device) is recipe
-    together = planning._seconds_per_token(plan, device)
-    apart = {
-        each.recipe.parallel.teacher_gpus: planning._seconds_per_token(each, device)
-        for each in planning._with_servers(plan)
-    }
-    assert apart.keys() == {2, 3} and min(apart.values()) > together  # three that train leave no whole micro-batches
-    # of two in shards, a token: products of 68.5e9 weights without the head's, 1,024.5 pairs, what the layers move, and
-    # its part of a micro-batch's weights, of which the other's half comes over the link
-    sizes, ends = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672), 9 * 8192 + 2 * 1024 + 3 * 28672
-    layers = 2 * sizes / 0.72 / 989.4e12 + 4 * 80 * 8192 * 1024.5 / 0.4 / 989.4e12
-    moved = (4 * 80 * ends + 2 * sizes / 8192) / (0.875 * 3350e9) + 70.55e9 / 8192 / (0.8 * 450e9)
-    assert apart[2] == pytest.approx((layers + moved) / 2, rel=0.001)
+def test_models_that_fit_together_get_no_server():
+    recipe = lora_70b()
+    assert planning.choose_teacher_server(device_plan(recipe, find_device("H100"), 4)) is recipe
 
 
 @pytest.mark.parametrize(
     "overrides, gpu",
     [
         (["teacher.dtype=fp8", "parallel.teacher=copied"], "H100"),
-        (["teacher.dtype=fp8"], "80GB"),  # whose rates nobody has said
         (["teacher.dtype=fp8"], "cpu"),
         (["teacher.dtype=fp8", "loss.terms=[{type: cross_entropy}]"], "H100"),  # nobody asks the teacher
     ],
 )
-def test_a_server_is_not_chosen_without_auto_or_known_rates(overrides, gpu):
+def test_a_server_is_not_chosen_without_auto_or_a_gpu(overrides, gpu):
     assert chosen(lora_70b(*overrides), gpu).teacher_gpus is None
 
 
 def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp_path, hardware):
     recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
-    hardware.setattr(planning.DevicePlan, "on_cuda", staticmethod(lambda *_: device_plan(recipe, device, 4)))
-    hardware.setattr(planning, "find_device", lambda _: device)
+    hardware.setattr(planning.DevicePlan, "here", staticmethod(lambda *_: device_plan(recipe, device, 4)))
+    hardware.setattr(planning.torch.cuda, "is_available", lambda: True)
     training, chosen = planning.assign_gpus(recipe, 4, None)
     assert (training, chosen.parallel.teacher, chosen.parallel.teacher_gpus) == (2, "served", 2)
     begun = tmp_path / "recipe.yaml"

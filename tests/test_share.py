@@ -314,12 +314,10 @@ def test_values_belong_to_the_token_that_is_predicted():
 # ---------------------------------------------------------------- bench, help
 
 
-def test_bench_needs_a_gpu_and_known_variants(folder, capsys, monkeypatch):
+def test_bench_needs_a_gpu(folder, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_command(["bench", "mine.yaml"]) == 2
     assert "bench: expected a CUDA device" in capsys.readouterr().err
-    assert run_command(["bench", "mine.yaml", "--variants", "fast"]) == 2
-    assert "--variants: expected some of plain" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "inspect", "bench", "eval", "compare", "report", "generate", "export"])

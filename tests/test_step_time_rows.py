@@ -76,7 +76,7 @@ def planned(gpus, overrides, case="", folder=None, hidden=False):
     if case == "chat_step":
         batch = chat_step.chats(1000, device="cpu")
         learned, pairs = batch["valid_rows"].numel(), float((batch["position_ids"] + 1).sum())
-    return tokens / step_time(plan, device, StepTokens(tokens, learned, pairs)).seconds
+    return tokens / step_time(plan, StepTokens(tokens, learned, pairs)).seconds
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=", ".join)
@@ -99,5 +99,5 @@ def test_auto_takes_what_was_the_faster_on_two_gpus():
     both, apart = (row["tokens_per_s"] for row in rows)
     recipe = load(many_gpus.RECIPE, many_gpus.DRY).model_copy(update={"parallel": Parallel()})
     device = find_device("H200")
-    chosen = choose_teacher_server(device_plan(recipe, device, 2), device)
+    chosen = choose_teacher_server(device_plan(recipe, device, 2))
     assert both > apart and chosen.parallel.teacher_gpus is None

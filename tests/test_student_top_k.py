@@ -254,7 +254,7 @@ def test_operators_pass_opcheck(device):
         (
             *(x.requires_grad_(), w.requires_grad_(), None, None, None, [x_t], [w_t], [None], None, scale, None, []),
             *(FusedStudentTopKKLLoss()._encoded, 1.0, V, torch.float32, None, False, False, False, required),
-            *(None, None, None, None, None, "bucket", 8, "", ""),
+            *(None, None, None, None, None, "bucket", 8, ""),
         ),
     )
 

@@ -290,7 +290,6 @@ def test_opcheck_and_one_backward(device):
             "bucket",
             0,
             "",
-            "",
         ),
     )
     loss = module(x.requires_grad_(), w, ids, top, labels)

@@ -1,4 +1,4 @@
-"""`distill bench RECIPE`: time of the training step on this machine, ours and alternatives.
+"""`distill bench RECIPE`: time of the training step on this machine, ours and that of plain transformers.
 
 Every variant trains the same student from the same teacher on the same tokens; one step is the teacher's forward, the
 student's forward and backward with the divergence, and AdamW. Variants run one after the other, each long enough to
@@ -6,40 +6,33 @@ reach sustained clocks, and the first is run again at the end to show drift. Pha
 synchronising; energy is NVML's over two seconds of steps, since its counter is coarse.
 
     plain           transformers with sdpa attention, full logits, KL in fp32, torch's fused AdamW
-    compile         the same, each decoder layer and the divergence under torch.compile
-    liger           Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
     distill         our patches, attention, loss and AdamW
     distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
-    distill-all-rows distill, but the last layers also compute the rows whose outputs are masked
-    distill-apart   distill without fused weights: gate and up not interleaved, no projections joined
-    distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
+
+`python -m scripts.bench step` times torch.compile, Liger and other variants of our step beside them.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-import importlib.util
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 from distill_kernels.optim.adamw import FusedAdamW
 from torch import nn
 from torch.nn import functional as F
 
-from distill.core.labels import shift_labels
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import joins_on, peak_flops
 from distill.models.graphs import DecoderGraphs
-from distill.models.head import bare, decoder_of, find_head, read_head
-from distill.models.layers import find_layers
-from distill.models.output_rows import MARK
+from distill.models.head import decoder_of, find_head, read_head
 from distill.models.patch.attention import choose_attention
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import patch, unpatch
@@ -58,6 +51,8 @@ Batch = dict[str, torch.Tensor]
 Step = Callable[["Clock"], torch.Tensor]
 # from teacher, student, batch and the student's optimizer
 Rival = Callable[[nn.Module, nn.Module, Batch, torch.optim.Optimizer], Step]
+# from teacher, student, batch and the recipe's loss
+Variant = Callable[[nn.Module, nn.Module, Batch, Loss], "PreparedStep"]
 
 
 @dataclass
@@ -147,7 +142,7 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
     return StepTime(name, ms, tokens / ms * 1e3, mfu, memory, split, loss, joules=joules)
 
 
-def _optimize(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
+def optimize(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
     """Compute gradients and the optimizer's step, each a phase; returns the loss, a detached scalar."""
     clock.enter("backward")
     loss.backward()
@@ -175,7 +170,7 @@ def logits_step(
         clock.enter("loss")
         loss = divergence(student_logits, teacher_logits)
         del student_logits, teacher_logits
-        return _optimize(loss, optimizer, clock)
+        return optimize(loss, optimizer, clock)
 
     return step
 
@@ -201,69 +196,6 @@ def plain_step(
     return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Have each decoder layer of a model compiled when it is first called: all layers share one graph."""
-    for layer in find_layers(model)[1]:
-        layer.compile()
-
-
-def compiled_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:
-    """Return the plain step with each decoder layer and the divergence compiled."""
-    for model in (teacher, student):
-        compile_layers(model)
-    return plain_step(teacher, student, batch, optimizer, compiled=True)
-
-
-def liger_loss(
-    teacher: nn.Module, student: nn.Module, batch: Batch, rows: torch.Tensor | None = None
-) -> Callable[[Clock], torch.Tensor]:
-    """Return Liger's fused linear JSD at beta = 0 over hidden states; the models must carry Liger's patches.
-
-    Args:
-        rows: Flat positions of the loss, int64 [N]; None for all with a label.
-    """
-    from liger_kernel.transformers import LigerFusedLinearJSD
-
-    loss_fn = LigerFusedLinearJSD(jsd_beta=0.0)
-    inputs = decoder_inputs(batch)
-    shifted = shift_labels(batch["labels"]).flatten()
-    shifted = shifted if rows is None else shifted[rows]
-
-    def hidden_of(model: nn.Module) -> torch.Tensor:
-        hidden: torch.Tensor = decoder_of(model)(**inputs).last_hidden_state.flatten(0, 1)
-        return hidden if rows is None else hidden.index_select(0, rows)
-
-    def loss_of(clock: Clock) -> torch.Tensor:
-        with torch.no_grad():
-            teacher_hidden = hidden_of(teacher)
-        clock.enter("student")
-        hidden = hidden_of(student)
-        clock.enter("loss")
-        weights = (find_head(model).linear.weight for model in (student, teacher))
-        loss: torch.Tensor = loss_fn(hidden, next(weights), teacher_hidden, next(weights), shifted)
-        return loss
-
-    return loss_of
-
-
-def liger_step(
-    teacher: nn.Module,
-    student: nn.Module,
-    batch: Batch,
-    optimizer: torch.optim.Optimizer,
-    rows: torch.Tensor | None = None,
-) -> Step:
-    """Return the step with Liger's patches and loss; `rows` as in `liger_loss`."""
-    apply_liger(teacher)
-    apply_liger(student)
-    loss_of = liger_loss(teacher, student, batch, rows)
-    return lambda clock: _optimize(loss_of(clock), optimizer, clock)
-
-
-RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "liger": liger_step}
-VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "apart", "fp8")))
-
-
 def our_step(
     objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer
 ) -> Step:
@@ -274,9 +206,87 @@ def our_step(
         inputs = objective.student_inputs(batch, items)
         clock.enter("student")
         loss = student(**inputs)["loss"]
-        return _optimize(loss, optimizer, clock)
+        return optimize(loss, optimizer, clock)
 
     return step
+
+
+class PreparedStep(NamedTuple):
+    """Step of a variant, ready to run, with a note for its row.
+
+    Attributes:
+        graphs: CUDA graphs that the step is replayed from; None where it is launched.
+    """
+
+    step: Step
+    note: str = ""
+    graphs: DecoderGraphs | None = None
+
+
+def rival(step: Rival) -> Variant:
+    """Return the variant that trains by `step` with torch's fused AdamW."""
+
+    def prepare(teacher: nn.Module, student: nn.Module, batch: Batch, loss: Loss) -> PreparedStep:
+        optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
+        return PreparedStep(step(teacher, student, batch, optimizer))
+
+    return prepare
+
+
+def patch_both(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
+    """Put our layers and the fastest attention into both models; returns a note on the attention."""
+    rows, length = batch["input_ids"].shape
+    teacher_attention = choose_attention(teacher, rows, length, backward=False)[0]
+    student_attention = choose_attention(student, rows, length, backward=True)[0]
+    patch(teacher, "teacher", attention=teacher_attention)
+    patch(student, "student", attention=student_attention)
+    if "position_ids" in batch:
+        return "attention of packed rows"
+    return f"attention {teacher_attention} / {student_attention}"
+
+
+def join_both(teacher: nn.Module, student: nn.Module, device: torch.device) -> None:
+    """Join sibling projections of both models on devices where that is faster."""
+    if joins_on(device):
+        join_projections(teacher, trains=True)
+        join_projections(student, trains=True)
+
+
+def prepare_models(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
+    """Prepare both models as `distill run` does; returns a note for the row."""
+    note = patch_both(teacher, student, batch)
+    interleave(teacher)
+    join_both(teacher, student, batch["input_ids"].device)
+    return note
+
+
+def ours(
+    teacher: nn.Module,
+    student: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    *,
+    prepare: Callable[[nn.Module, nn.Module, Batch], str] = prepare_models,
+    from_graphs: bool = False,
+) -> PreparedStep:
+    """Prepare our step; `from_graphs` replays both decoders from CUDA graphs, as `train.cuda_graph` does."""
+    note = prepare(teacher, student, batch)
+    objective = DistillationObjective(teacher, student, loss)
+    graphs = None
+    if from_graphs:
+        graphs = DecoderGraphs()
+        graphs.add("teacher", decoder_of(teacher), trains=False)
+        graphs.add("student", decoder_of(student), trains=True)
+        graphs.enabled = True
+    step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
+    return PreparedStep(step, note, graphs)
+
+
+VARIANTS: dict[str, Variant] = {
+    "plain": rival(plain_step),
+    "distill": ours,
+    "distill-graphs": functools.partial(ours, from_graphs=True),
+}
 
 
 def bench_step(
@@ -284,96 +294,57 @@ def bench_step(
     make: Callable[[int], Batch],
     loss: Loss,
     *,
-    variants: tuple[str, ...] = ("plain", "compile", "liger", "distill", "distill-fp8"),
-    rivals: Mapping[str, Rival] = RIVALS,
+    variants: Mapping[str, Variant] = VARIANTS,
     steps: int = 8,
 ) -> Iterator[StepTime]:
     """Time the training step of each variant.
 
     Args:
-        load: Function that returns a new teacher and student on the GPU: Liger's patches cannot be removed.
+        load: Function that returns a new teacher and student on the GPU: not every patch can be removed.
         make: Function from a vocabulary size to a collated batch on the GPU.
-        loss: The recipe's loss; "distill" uses it unchanged, the others run forward KL.
-        variants: Variants to run, in this order; one whose library is missing is skipped with a log line.
-        rivals: Steps of the variants that are not ours, by name.
+        loss: The recipe's loss, which our step uses unchanged; the others run forward KL.
+        variants: Variants to run, in this order.
 
     Yields:
         A row for each variant once it is timed, then "plain (again)" if plain ran first and others followed.
     """
-    order = list(variants) + (["plain (again)"] if variants[0] == "plain" and len(variants) > 1 else [])
-    order.sort(key=lambda name: name == "liger")  # its patches change the modelling file for the whole process
-    for variant in order:
-        if variant == "liger" and importlib.util.find_spec("liger_kernel") is None:
-            log.warning("bench: liger-kernel is not installed; skipped")
-            continue
+    order = dict(variants)
+    if next(iter(order)) == "plain" and len(order) > 1:
+        order["plain (again)"] = order["plain"]
+    for name, variant in order.items():
         # a function of its own frees everything of a variant before the next one's peak memory is measured
-        result = _bench_variant(variant, load(), make, loss, rivals, steps)
+        result = _bench_variant(name, variant, load(), make, loss, steps)
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
-        log.info("bench: %s %.1f ms", variant, result.ms)
+        log.info("bench: %s %.1f ms", name, result.ms)
         yield result
 
 
 def _bench_variant(
-    variant: str,
+    name: str,
+    variant: Variant,
     models: tuple[nn.Module, nn.Module],
     make: Callable[[int], Batch],
     loss: Loss,
-    rivals: Mapping[str, Rival],
     steps: int,
 ) -> StepTime:
     teacher, student = models
     batch = make(min(read_head(find_head(model)).weight.shape[0] for model in models))
     tokens = batch["input_ids"].numel()
-    rows, length = batch["input_ids"].shape
     positions = batch.get("position_ids")
-    pairs = tokens * (length + 1) / 2 if positions is None else float((positions + 1).sum())
+    pairs = tokens * (batch["input_ids"].shape[1] + 1) / 2 if positions is None else float((positions + 1).sum())
     student.train()
-    note = ""
-    ours = variant.startswith("distill")
-    graphs = DecoderGraphs() if variant == "distill-graphs" else None
-    if ours:
-        chosen = [choose_attention(m, rows, length, backward=m is student)[0] for m in models]
-        note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")
-        patch(teacher, "teacher", attention=chosen[0])
-        patch(student, "student", attention=chosen[1])
-        if variant not in ("distill-fp8", "distill-apart"):
-            interleave(teacher)
-        for model in models if variant == "distill-all-rows" else ():
-            decoder_of(model).__dict__.pop(MARK, None)
     work = [count_flops(teacher, trains=False), count_flops(student, trains=True)]
     flops = sum(w.total(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
-    if ours:
-        objective = DistillationObjective(teacher, student, loss)
-        if graphs is not None:
-            for name, model in (("teacher", teacher), ("student", student)):
-                graphs.add(name, decoder_of(model), trains=model is student)
-            graphs.enabled = True
-        if variant == "distill-fp8":
-            swap_linears_for_fp8(teacher)
-            gc.collect()
-            torch.cuda.empty_cache()
-        for model in models if variant != "distill-apart" and joins_on(batch["input_ids"].device) else ():
-            join_projections(model, trains=True)
-        step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
-    else:
-        optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
-        step = rivals[variant.removesuffix(" (again)")](teacher, student, batch, optimizer)
-    result = measure(variant, step, tokens, flops, steps)
-    if graphs is not None:
-        for name, why in graphs.refused.items():
-            note += f"; the {name} runs eagerly: {why}"
-            log.warning("bench: %s: the %s runs eagerly: %s", variant, name, why)
-        graphs.release()
-    result.note = note
+    prepared = variant(teacher, student, batch, loss)
+    result = measure(name, prepared.step, tokens, flops, steps)
+    result.note = prepared.note
+    if prepared.graphs is not None:
+        for model, why in prepared.graphs.refused.items():
+            result.note += f"; the {model} runs eagerly: {why}"
+            log.warning("bench: %s: the %s runs eagerly: %s", name, model, why)
+        prepared.graphs.release()
     unpatch(teacher)
     unpatch(student)
     return result
-
-
-def apply_liger(model: Any) -> None:
-    """Apply Liger Kernel's patches to a model, except to its cross-entropy."""
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=bare(model), fused_linear_cross_entropy=False, cross_entropy=False)

@@ -49,7 +49,7 @@ def check(
     _, resolved = load_recipe(recipe, overrides)
     from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
-    from distill.planning.stages import check_stages
+    from distill.planning.preflight import check_stages
 
     device = find_device(gpu)
     with console.spinner("reading configurations and data"):
@@ -327,28 +327,21 @@ def _show(made: list[list[Token]], titles: list[str], report: dict[str, object],
 def bench(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    variants: Annotated[
-        str,
-        typer.Option(metavar="LIST", help="plain, compile, liger, distill, distill-{graphs,all-rows,apart,fp8}."),
-    ] = "plain,compile,liger,distill,distill-graphs",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps per variant.")] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Time the recipe's training step on this GPU: ours, plain transformers, torch.compile and Liger.
+    """Time the recipe's training step on this GPU: ours, launched and from CUDA graphs, and plain transformers.
 
-    Random tokens, one micro-batch, a bfloat16 student; Liger only if it is installed.
+    Random tokens, one micro-batch, a bfloat16 student.
 
     \b
     distill bench llama3-8b-to-1b teacher.init=random student.init=random
-    distill bench my.yaml --variants plain,distill --json
+    distill bench my.yaml --steps 20 --json
     """
     _, resolved = load_recipe(recipe, overrides)
-    from distill.commands.bench import VARIANTS, bench_step, make_batch
-
-    chosen = tuple(name.strip() for name in variants.split(",") if name.strip())
-    if not chosen or set(chosen) - set(VARIANTS):
-        raise ValueError(f"--variants: expected some of {', '.join(VARIANTS)}, got {variants!r}")
     import torch
+
+    from distill.commands.bench import bench_step, make_batch
 
     if not torch.cuda.is_available():
         raise ValueError("bench: expected a CUDA device in this machine, got none")
@@ -362,7 +355,7 @@ def bench(
         size = resolved.train.batch_size
         length = resolved.data.max_length
         make = functools.partial(make_batch, size, length)
-        found = list(bench_step(models, make, resolved.loss, variants=chosen, steps=steps))
+        found = list(bench_step(models, make, resolved.loss, steps=steps))
     if as_json:
         print_json(found)
         return

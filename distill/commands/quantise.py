@@ -24,7 +24,7 @@ def quantise(
     method: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="gptq, awq, importance, or nearest (rtn).", show_default="gptq; nearest in 8 bits"
+            metavar="NAME", help="gptq, importance, or nearest (rtn).", show_default="gptq; nearest in 8 bits"
         ),
     ] = None,
     data: Annotated[
@@ -55,9 +55,11 @@ def quantise(
 
     if format not in get_args(WeightFormat):
         raise ValueError(f"--format: expected one of {', '.join(get_args(WeightFormat))}, got {format!r}")
-    methods = ("nearest", "rtn", "importance", "awq", "gptq")
+    methods = ("nearest", "rtn", "importance", "gptq")
     if method is None:
         method = "nearest" if format in EIGHT_BIT_FORMATS else "gptq"
+    if method == "awq":
+        raise ValueError("--method: awq was removed; use gptq, the default")
     if method not in methods:
         raise ValueError(f"--method: expected one of {', '.join(methods)}, got {method!r}")
     method = "nearest" if method == "rtn" else method

@@ -84,7 +84,7 @@ def export(
         typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0, q6_k, q5_0, q4_0, q4_k_m."),
     ] = None,
     format: Annotated[
-        str, typer.Option(metavar="NAME", help="safetensors; of a quantised student compressed-tensors or awq.")
+        str, typer.Option(metavar="NAME", help="safetensors, or of a quantised student compressed-tensors.")
     ] = "safetensors",
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, as private.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a repository created by --push public.")] = False,
@@ -97,7 +97,7 @@ def export(
     distill export support-bot -o out --gguf q8_0     # out/out-q8_0.gguf
     distill export support-bot -o out --format compressed-tensors   # for vLLM
     distill export runs/support-bot/checkpoint-200 -o step-200
-    distill export control -o out --format awq        # of distill quantise
+    distill export control -o out --format compressed-tensors       # of distill quantise
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import check_repository
@@ -109,11 +109,13 @@ def export(
 
     if gguf is not None:
         check_type(gguf)
-    if format not in ("safetensors", "compressed-tensors", "awq"):
-        raise ValueError(f"--format: expected safetensors, compressed-tensors or awq, got {format!r}")
-    packed = None if format == "safetensors" else format
+    if format == "awq":
+        raise ValueError("--format: AutoAWQ's layout was removed; use compressed-tensors, which vLLM reads as well")
+    if format not in ("safetensors", "compressed-tensors"):
+        raise ValueError(f"--format: expected safetensors or compressed-tensors, got {format!r}")
+    packed = format == "compressed-tensors"
     if packed and gguf is not None:
-        raise ValueError(f"--format: {packed} and a GGUF file hold other blocks; got --gguf {gguf} as well")
+        raise ValueError(f"--format: {format} and a GGUF file hold other blocks; got --gguf {gguf} as well")
     if public and push is None:
         raise ValueError("--public: expected together with --push; got no --push")
     if push is not None:

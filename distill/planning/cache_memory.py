@@ -98,7 +98,7 @@ def _placement(
         return source, SINGLE_PROCESS
     if device.type != "cuda":
         return source, Placement("ddp", recipe.parallel.teacher == "sharded", True, "as requested")
-    plan = DevicePlan.on_cuda(recipe, device, world)
+    plan = DevicePlan.here(recipe, device, world)
     (teacher, *_) = source.shapes()
     kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * plan.precision.teacher.itemsize
     return source, place_for_caching(plan, batch_size, kv_cache)

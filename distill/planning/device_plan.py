@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from distill_kernels.launch import OLDER
 
 from distill.models.dtypes import Precision, resolve_precision
 from distill.models.meta_models import MetaModel, meta_config, meta_student
 from distill.models.shape import USABLE
+from distill.planning.devices import Device, device_here
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe
 from distill.teachers.base import TeacherPlan
@@ -23,7 +25,7 @@ class DevicePlan(NamedTuple):
         recipe: the run's recipe.
         source: source of the recipe's teacher.
         precision: dtypes of both models.
-        memory_bytes: memory of one device.
+        device: properties of each device.
         world: number of devices that train.
         longest: tokens of the data's longest document; 0 where they have not been read.
     """
@@ -31,15 +33,15 @@ class DevicePlan(NamedTuple):
     recipe: Recipe
     source: TeacherPlan
     precision: Precision
-    memory_bytes: int
+    device: Device
     world: int = 1
     longest: int = 0
 
     @staticmethod
-    def on_cuda(recipe: Recipe, device: torch.device, world: int) -> DevicePlan:
-        """Return the plan on `world` CUDA devices such as `device`."""
-        total = torch.cuda.get_device_properties(device).total_memory
-        return DevicePlan(recipe, source_of(recipe), resolve_precision(recipe, device), total, world)
+    def here(recipe: Recipe, device: torch.device, world: int) -> DevicePlan:
+        """Return the plan on `world` devices such as `device` of this machine."""
+        precision = resolve_precision(recipe, device)
+        return DevicePlan(recipe, source_of(recipe), precision, device_here(device), world)
 
     def with_recipe(self, recipe: Recipe) -> DevicePlan:
         """Return the plan of another recipe on the same devices, in the same precision."""
@@ -48,7 +50,7 @@ class DevicePlan(NamedTuple):
     @property
     def usable(self) -> float:
         """Bytes of one device that a run may use."""
-        return USABLE * self.memory_bytes
+        return USABLE * self.device.memory_bytes
 
     @property
     def student(self) -> MetaModel:
@@ -64,4 +66,16 @@ class DevicePlan(NamedTuple):
 
     def footprint(self, sharded: bool = False) -> Footprint:
         """Return the teacher's memory, replicated or sharded."""
-        return self.source.footprint(FootprintContext(self.precision, self.memory_bytes, self.world, sharded))
+        return self.source.footprint(FootprintContext(self.precision, self.device.memory_bytes, self.world, sharded))
+
+
+def planned_precision(recipe: Recipe, device: Device) -> Precision:
+    """Return `resolve_precision` for a device that may not be in this machine."""
+    if device.cuda and device.family != OLDER and recipe.train.precision == "auto":
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bfloat16"})})
+    return resolve_precision(recipe, torch.device("cpu"))
+
+
+def device_plan(recipe: Recipe, device: Device, gpus: int) -> DevicePlan:
+    """Return the plan of a recipe on `gpus` devices such as `device`, which may not be in this machine."""
+    return DevicePlan(recipe, source_of(recipe), planned_precision(recipe, device), device, gpus)

@@ -43,6 +43,16 @@ class Device(NamedTuple):
         return "" if self.family is None else path_of(self.family)
 
 
+def device_here(device: torch.device) -> Device:
+    """Return the properties of a device of this machine."""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return Device(facts.name, facts.total_memory, gpu_spec_of(device), family_in(device))
+    import psutil  # comes with accelerate
+
+    return Device("this machine's CPU", psutil.virtual_memory().total, cuda=False)
+
+
 def find_device(name: str | None) -> Device:
     """Return the device called `name`: a GPU's name, a size such as 24GB, or `cpu`; None for this machine's.
 
@@ -50,13 +60,9 @@ def find_device(name: str | None) -> Device:
         RecipeError: unknown.
     """
     if name is None and torch.cuda.is_available():
-        here = torch.device("cuda", 0)
-        facts = torch.cuda.get_device_properties(here)
-        return Device(facts.name, facts.total_memory, gpu_spec_of(here), family_in(here))
+        return device_here(torch.device("cuda", 0))
     if name is None or name.lower() == "cpu":
-        import psutil  # comes with accelerate
-
-        return Device("this machine's CPU", psutil.virtual_memory().total, cuda=False)
+        return device_here(torch.device("cpu"))
     key = find_gpu_spec(name)
     if key:
         return Device(key, int(GPU_SPECS[key].memory_gib * GIB), GPU_SPECS[key], GPU_SPECS[key].family)

@@ -243,7 +243,7 @@ def _workspace(plan: DevicePlan, rows: int, columns: int, head_gradient: int, mo
         logit_bytes=logit,
         models=models,
         weight_bytes=head_gradient,
-        memory_bytes=plan.memory_bytes,
+        memory_bytes=plan.device.memory_bytes,
         weight_16_bit=narrow,
     )
     # rows of the buffer are padded to 64 columns, so that each begins at 128 bytes

@@ -12,19 +12,14 @@ device, T of the teacher, S(w) of everything else in a step with the student ove
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import torch
+from typing import Literal, NamedTuple
 
 from distill.core.units import GIB
-from distill.models.gpu_specs import family_in
-from distill.models.sharding import Placement, Strategy
-from distill.recipe import Parallel, Recipe
+from distill.models.sharding import SINGLE_PROCESS, Placement, Strategy
+from distill.planning.device_plan import DevicePlan
+from distill.planning.memory import step_memory
+from distill.recipe import Parallel
 from distill.teachers.footprint import Footprint
-from distill.teachers.registry import source_of
-
-if TYPE_CHECKING:
-    from distill.planning.device_plan import DevicePlan
 
 
 class MemoryNeeds(NamedTuple):
@@ -59,42 +54,23 @@ class TeacherServerMemory(NamedTuple):
     footprint: Footprint
 
 
-def plan_placement(recipe: Recipe, device: torch.device, world: int, longest: int = 0) -> Placement:
-    """Return the placement of both models on `world` devices such as `device`, by `parallel` and memory estimates.
+def place(plan: DevicePlan) -> Placement:
+    """Return the placement of both models on the plan's devices, by `parallel` and memory estimates.
 
     Sizes are those of models on the meta device, so nothing is loaded. A CPU has no memory limit here: models are
     replicated unless the recipe asks for shards.
-
-    Args:
-        recipe: recipe of the run.
-        device: Device of this process.
-        world: number of devices, more than one.
-        longest: tokens of the data's longest document; 0 where they have not been read.
-
-    Raises:
-        ValueError: a teacher that would have to be sharded and cannot.
     """
-    if device.type != "cuda":
-        return requested_placement(recipe)
-    from distill.planning.device_plan import DevicePlan
-
-    plan = DevicePlan.on_cuda(recipe, device, world)._replace(longest=longest)
-    placement = estimate_placement(plan)
-    for problem in plan.source.problems(cuda=True, sharded=placement.teacher_sharded, family=family_in(device)):
-        raise ValueError(f"{problem} ({placement.why})")
-    return placement
-
-
-def requested_placement(recipe: Recipe) -> Placement:
-    """Return the placement that the recipe names, without estimates: replicas unless it asks for shards."""
-    in_shards = recipe.parallel.teacher == "sharded" and source_of(recipe).shardable
-    return Placement("fsdp" if recipe.parallel.strategy == "fsdp" else "ddp", in_shards, True, "as requested")
+    if plan.world == 1:
+        return SINGLE_PROCESS
+    if plan.device.cuda:
+        return estimate_placement(plan)
+    parallel = plan.recipe.parallel
+    in_shards = parallel.teacher == "sharded" and plan.source.shardable
+    return Placement("fsdp" if parallel.strategy == "fsdp" else "ddp", in_shards, True, "as requested")
 
 
 def estimate_placement(plan: DevicePlan) -> Placement:
     """Return the placement on more than one device, by memory estimates alone."""
-    from distill.planning.memory import step_memory
-
     parallel = plan.recipe.parallel
     student = plan.recipe.student
     usable = plan.usable

@@ -6,44 +6,49 @@
 Models are built on the meta device from their configurations alone, so that parameters are counted exactly. Where a
 section of the recipe names a `config`, that is read, else the config.json of its `model` (the only file that may be
 fetched). Data and tokenizers are read where they are on this machine or in the hub's cache.
+
+Of a recipe with `stages:` every stage is planned, of which none need have been trained. A later stage starts from the
+student of the one before: its configuration, and its tokenizer where that is on this machine, are written into a
+temporary folder in place of the trained student, which gives all sizes without weights.
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from distill_kernels.launch import OLDER
+from safetensors.torch import save_file
 
 from distill.core.files import free_bytes
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
+from distill.data.load import Splits
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_file
-from distill.models.dtypes import Precision, resolve_precision
-from distill.models.gpu_specs import fp8_problem
+from distill.models.dtypes import Precision
 from distill.models.load.source import resolve_tokenizer_source
-from distill.models.meta_models import meta_config, size_note, weights_problem
+from distill.models.meta_models import meta_config, pruned_config, size_note, weights_problem
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.shape import USABLE, Shape
-from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.objectives.losses import is_soft
 from distill.planning.cache_memory import describe_cache_memory
-from distill.planning.device_plan import DevicePlan
+from distill.planning.device_plan import DevicePlan, device_plan
 from distill.planning.devices import Device
 from distill.planning.layer_memory import layer_problems
 from distill.planning.memory import Memory, step_memory
-from distill.planning.placement import estimate_placement, requested_placement, teacher_server_memory
-from distill.planning.rollout_time import RolloutEstimate, estimate_rollouts
-from distill.planning.step_time import StepTokens, step_time
-from distill.planning.steps import FUSED, report_to_problem, require_arguments, small_data_warnings, total_steps
+from distill.planning.placement import place, teacher_server_memory
+from distill.planning.run_plan import plan_run
+from distill.planning.step_time import RolloutEstimate, StepTokens, estimate_rollouts, step_time
+from distill.planning.steps import FUSED, missing_packages, require_arguments, small_data_warnings, tokens_per_step
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
-from distill.recipe.library_names import optimizer_problem
 from distill.recipe.unusual_values import unusual_settings
 from distill.teachers.base import TeacherPlan
+from distill.teachers.opening import length_problem, loading_problems
 from distill.teachers.registry import source_of
 from distill.teachers.vocabulary import Vocabulary
 
@@ -76,10 +81,10 @@ class Preflight:
     device: Device
     gpus: int
     training: int
-    strategy: str
+    strategy: str = field(init=False)  # known once the data are read, as memory is
     teacher: Shape
     student: Shape
-    memory: Memory = field(init=False)  # known once the data are read: of a teacher that is kept all may be stored
+    memory: Memory = field(init=False)
     fits: bool = field(init=False)
     accumulation: int
     tokens_per_step: int
@@ -112,18 +117,6 @@ class Preflight:
         return not self.problems
 
 
-def planned_precision(recipe: Recipe, device: Device) -> Precision:
-    """Return `resolve_precision` for a device that may not be in this machine."""
-    if device.cuda and device.family != OLDER and recipe.train.precision == "auto":
-        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bfloat16"})})
-    return resolve_precision(recipe, torch.device("cpu"))
-
-
-def device_plan(recipe: Recipe, device: Device, gpus: int) -> DevicePlan:
-    """Return the plan of a recipe on `gpus` devices such as `device`."""
-    return DevicePlan(recipe, source_of(recipe), planned_precision(recipe, device), device.memory_bytes, gpus)
-
-
 def check(
     recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True, untrained: bool = False
 ) -> Preflight:
@@ -138,46 +131,45 @@ def check(
         ValueError: a setting that no run can have.
     """
     require_arguments(recipe.train.arguments)
-    recipe = choose_teacher_server(device_plan(recipe, device, gpus), device)
+    recipe = choose_teacher_server(device_plan(recipe, device, gpus))
     plan = device_plan(recipe, device, training_gpus(recipe, gpus) if device.cuda else gpus)
     source = plan.source
     student = plan.student
-    placement = _placement(plan, device)
-    tokens = recipe.train.batch_size * recipe.data.max_length * plan.accumulation * plan.world
     report = Preflight(
         device,
         gpus,
         plan.world,
-        placement.short,
         _combined_shape(source.shapes()),
         student.shape,
         plan.accumulation,
-        tokens,
-        recipe.train.steps,
+        tokens_per_step(recipe.train, recipe.data, plan.world),
     )
-    report.problems += source.problems(cuda=device.cuda, sharded=placement.teacher_sharded, family=device.family)
     if recipe.student.compute == "fp8":
-        report.problems += [problem] if (problem := fp8_problem(recipe.student, device.family)) else []
         report.notes.append(
             "student.compute: fp8: linear layers large enough to gain, but not the head; the run measures and prints "
             "its effect on the loss and on the gradients"
         )
-    _check_lengths(plan, report)
-    report.problems += layer_problems(plan)
+    report.problems += [*_length_problems(plan), *layer_problems(plan)]
     report.notes += unusual_settings(recipe)
     if recipe.student.quantise is not None:
         note = formats_of(student.model, recipe.student.quantise).note()
         report.notes += [f"student.quantise: {note}"] if note else []
-    packages = (report_to_problem(recipe.train.report_to), optimizer_problem(recipe.train.optimizer))
-    report.problems += [problem for problem in packages if problem]
+    report.problems += missing_packages(recipe.train)
     models = {"teacher": source.config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
     loaded = source.sections if untrained else {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)
-    facts = _check_data(source, vocabulary, report) if read_data else None
+    splits = _check_data(plan, vocabulary, report) if read_data else None
+    facts = None if splits is None else splits.report
+    # placed when the data are read, as by a run: of a teacher whose outputs for them are stored no weights are held
     plan = plan._replace(longest=0 if facts is None else facts.longest)
-    report.memory = memory = _memory(plan, device)
+    run = plan_run(plan, 0 if splits is None else len(splits.train))
+    sharded = run.placement.teacher_sharded
+    report.strategy = run.placement.short
+    report.steps = recipe.train.steps if splits is None else run.steps
+    report.problems[:0] = loading_problems(source, cuda=device.cuda, sharded=sharded, family=device.family)
+    report.memory = memory = _memory(plan)
     report.fits = memory.peak <= plan.usable
     if not report.fits:
         report.problems.insert(
@@ -187,10 +179,10 @@ def check(
         )
     if recipe.parallel.teacher_gpus is not None:
         _teacher_server(plan, report)
-    footprint = plan.footprint(placement.teacher_sharded)
+    footprint = plan.footprint(sharded)
     report.host = footprint.host * gpus
     report.moved = footprint.moved * plan.accumulation * is_soft(recipe.loss)
-    report.advice = advise(plan, device)
+    report.advice = advise(plan)
     report.teacher_text = source.size_text()
     if device.cuda and source.is_to_be_made():
         report.teacher_text += f"; {describe_cache_memory(plan)}"
@@ -205,13 +197,6 @@ def _combined_shape(teachers: Sequence[Shape]) -> Shape:
     return first._replace(
         parameters=sum(shape.parameters for shape in teachers), linear=sum(shape.linear for shape in teachers)
     )
-
-
-def _placement(plan: DevicePlan, device: Device) -> Placement:
-    """Return the placement of both models, as the run will choose it."""
-    if plan.world == 1:
-        return SINGLE_PROCESS
-    return estimate_placement(plan) if device.cuda else requested_placement(plan.recipe)
 
 
 def _teacher_server(plan: DevicePlan, report: Preflight) -> None:
@@ -230,8 +215,8 @@ def _teacher_server(plan: DevicePlan, report: Preflight) -> None:
         report.problems.append(fault)
 
 
-def _memory(plan: DevicePlan, device: Device) -> Memory:
-    placement = _placement(plan, device)
+def _memory(plan: DevicePlan) -> Memory:
+    placement = place(plan)
     return step_memory(plan, sharded=placement.student_sharded, teacher_sharded=placement.teacher_sharded)
 
 
@@ -239,9 +224,10 @@ def _with(recipe: Recipe, section: str, **values: object) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
-def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]:
+def _memory_savers(plan: DevicePlan) -> list[tuple[str, Recipe]]:
     """Return settings that may save memory, and the recipe with each."""
     recipe = plan.recipe
+    device = plan.device
     precision = plan.precision
     source = plan.source
     train = recipe.train
@@ -282,28 +268,27 @@ def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]
     return changes
 
 
-def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
+def advise(plan: DevicePlan) -> list[tuple[str, float, bool]]:
     """Return changes that save memory, the largest first: setting, GiB saved at the peak, whether the run then fits."""
-    now = _memory(plan, device).peak
+    now = _memory(plan).peak
     advice = []
-    for label, recipe in _memory_savers(plan, device):
-        changed = device_plan(recipe, device, plan.world)
+    for label, recipe in _memory_savers(plan):
+        changed = device_plan(recipe, plan.device, plan.world)
         changed.source.copy_cached_state(plan.source)
-        memory = _memory(changed, device)
+        memory = _memory(changed)
         saved = (now - memory.peak) / GIB
         if saved >= 0.05:
             advice.append((label, saved, memory.peak <= changed.usable))
     return sorted(advice, key=lambda row: -row[1])
 
 
-def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
-    recipe = plan.recipe
-    length = plan.recipe.data.max_length
+def _length_problems(plan: DevicePlan) -> list[str]:
     teacher = meta_config(plan.source.config_section(), "teacher")
-    for config, name in ((teacher, "teacher"), (plan.student.config, "student")):
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if most and length > most:
-            report.problems.append(f"data.max_length: {recipe.data.max_length} exceeds the {name}'s {most} positions")
+    problems = [
+        length_problem(plan.recipe, teacher, "teacher"),
+        length_problem(plan.recipe, plan.student.config, "student"),
+    ]
+    return [problem for problem in problems if problem]
 
 
 def _check_vocabulary(source: TeacherPlan, report: Preflight) -> Vocabulary | None:
@@ -353,10 +338,10 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
     return "" if here else f"{section.model} is not on this machine"
 
 
-def _check_data(source: TeacherPlan, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
+def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflight) -> Splits | None:
     """Read data that are on this machine, and report on them."""
-    data = source.recipe.data
-    train = source.recipe.train
+    source = plan.source
+    data = plan.recipe.data
     synthetic = data.is_synthetic
     names = {part.data.source: part.field for part in data.parts}
     away = [name for name in names if name != STDLIB and not local_path(name).exists()]
@@ -368,7 +353,7 @@ def _check_data(source: TeacherPlan, vocabulary: Vocabulary | None, report: Pref
     try:
         if vocabulary is None:
             vocabulary = source.vocabulary()
-        splits = vocabulary.read(data, train.seed)
+        splits = vocabulary.read(data, plan.recipe.train.seed)
     except ValueError as error:
         report.problems.append(str(error).splitlines()[0])
         report.data = f"{data.source}: cannot be used"
@@ -381,9 +366,8 @@ def _check_data(source: TeacherPlan, vocabulary: Vocabulary | None, report: Pref
         report.problems.append(
             f"data: only {facts.trained_share:.1%} of the tokens are trained on; check data.train_on"
         )
-    report.steps = total_steps(train, source.recipe.data, len(splits.train), report.accumulation, report.training)
-    report.notes += small_data_warnings(source.recipe, facts, report.accumulation, report.training)
-    return facts
+    report.notes += small_data_warnings(plan.recipe, facts, report.accumulation, report.training)
+    return splits
 
 
 def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight) -> None:
@@ -396,10 +380,10 @@ def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight
         pairs = tokens * (tokens / max(facts.documents, 1) + 1) / 2
         return StepTokens(rows * tokens, rows * facts.trained_tokens, rows * pairs)
 
-    found = step_time(plan, report.device, read(facts.tokens), read(facts.teacher_tokens))
+    found = step_time(plan, read(facts.tokens), read(facts.teacher_tokens))
     if found:
         report.flops_per_step, report.seconds_per_step = found
-    report.rollouts = own = estimate_rollouts(plan, report.device, facts, report.tokens_per_step / length)
+    report.rollouts = own = estimate_rollouts(plan, facts, report.tokens_per_step / length)
     if own is not None and report.seconds_per_step is not None:
         report.seconds_per_step = None if own.seconds is None else report.seconds_per_step + own.seconds
 
@@ -420,3 +404,46 @@ def _estimate_disk(recipe: Recipe, student: Shape, precision: Precision, report:
     if report.disk > report.disk_free:
         free = f"{report.disk_free / GIB:.1f} GiB"
         report.problems.append(f"disk: expected {report.disk / GIB:.1f} GiB free in {recipe.output_dir}, got {free}")
+
+
+def check_stages(
+    recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True
+) -> list[tuple[str, Recipe, Preflight]]:
+    """Return name, recipe and report of each stage of a recipe; see `check`. Problems name the stage.
+
+    Raises:
+        ValueError: a setting that no run can have, in a stage that the message names.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, recipe.name)
+        here = str(folder)
+        there = str(runs_folder(recipe.output_dir) / recipe.name)
+        made: set[str] = set()
+        for number, (own, stage) in enumerate(recipe.stage_runs(folder)):
+            field = f"stages.{number} ({recipe.stages[number].name})"
+            untrained = stage.student.model in made
+            try:
+                report = check(stage, device, gpus=gpus, read_data=read_data, untrained=untrained)
+                _write_planned(stage, own / "student", tokenizer=report.vocabulary_ok is not None)
+            except ValueError as error:
+                raise ValueError(f"{field}: {str(error).replace(here, there)}") from error
+            report.problems = [f"{field}: {line.replace(here, there)}" for line in report.problems]
+            report.notes = [line.replace(here, there) for line in report.notes]
+            report.vocabulary = report.vocabulary.replace(here, there)
+            made.add(str(own / "student"))
+            found.append((recipe.stages[number].name, stage, report))
+    return found
+
+
+def _write_planned(stage: Recipe, student: Path, *, tokenizer: bool) -> None:
+    """Write what the next stage's plan reads of the student of a stage: the files of a trained one but its weights."""
+    source = source_of(stage)
+    teacher = meta_config(source.config_section(), "teacher") if stage.student.is_cut else None
+    student.mkdir(parents=True)
+    pruned_config(stage.student, teacher).save_pretrained(student)
+    save_file({}, student / "model.safetensors")  # without it the folder would not be taken for a model's
+    if tokenizer:
+        read = source.vocabulary().tokenizer
+        if read is not None:
+            read.save_pretrained(student)

@@ -1,19 +1,24 @@
-"""The plan of a run: placement of the models and number of its steps, computed once from the recipe and its data."""
+"""The plan of a run: placement of the models and number of its steps, from the recipe, its devices and its data.
+
+`distill run` makes it for the devices that it has, `distill check` for devices that may be elsewhere.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from distill.core.ranks import world_size
 from distill.models.sharding import SINGLE_PROCESS, Placement
-from distill.planning.placement import plan_placement
-from distill.planning.steps import accumulation_steps, data_rows_per_micro_batch, require_settings, total_steps
+from distill.planning.device_plan import DevicePlan
+from distill.planning.placement import place
+from distill.planning.steps import (
+    accumulation_steps,
+    data_rows_per_micro_batch,
+    require_settings,
+    tokens_per_step,
+    total_steps,
+)
 from distill.recipe import Recipe
-
-if TYPE_CHECKING:
-    from distill.data.load import Splits
 
 
 class RunPlan(NamedTuple):
@@ -36,37 +41,30 @@ class RunPlan(NamedTuple):
     tokens_per_step: int
 
 
-def plan_run(recipe: Recipe, splits: Splits, device: torch.device) -> RunPlan:
-    """Return the plan of a run on processes with devices such as `device`.
-
-    Args:
-        recipe: The run's recipe.
-        splits: Data of the run; the longest document bounds the memory of rollouts.
-        device: Device of this process.
+def plan_run(plan: DevicePlan, rows: int) -> RunPlan:
+    """Return the plan of a run over `rows` training rows on the devices of `plan`.
 
     Raises:
-        ValueError: A teacher that would have to be sharded and cannot, or a step that is no whole number of
-            micro-batches.
+        ValueError: A step that is no whole number of micro-batches.
     """
-    placement = SINGLE_PROCESS
-    world = world_size()
-    if world > 1:
-        placement = plan_placement(recipe, device, world, longest=splits.report.longest)
-    return plan_steps(recipe, len(splits.train), placement)
+    return _plan_steps(plan.recipe, rows, place(plan), plan.world)
 
 
 def plan_steps(recipe: Recipe, rows: int, placement: Placement = SINGLE_PROCESS) -> RunPlan:
-    """Return the plan of a run over `rows` training rows, for a placement that is known.
+    """Return the plan of a run over `rows` training rows on the processes of this launch, for a known placement.
 
     Raises:
         ValueError: Settings that no run can have, see `require_settings`.
     """
+    world = world_size()
+    require_settings(recipe.train, recipe.data, world)
+    return _plan_steps(recipe, rows, placement, world)
+
+
+def _plan_steps(recipe: Recipe, rows: int, placement: Placement, world: int) -> RunPlan:
     train = recipe.train
     data = recipe.data
-    world = world_size()
-    require_settings(train, data, world)
     accumulation = accumulation_steps(train, data, world)
-    tokens = train.batch_size * data.max_length * accumulation * world
     micro_rows = data_rows_per_micro_batch(train, data)
     steps = total_steps(train, data, rows, accumulation, world)
-    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens)
+    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens_per_step(train, data, world))

@@ -7,6 +7,14 @@
 In fp8 the decoder's GEMMs run at 0.72 of the dense fp8 peak. The teacher's head is part of the loss, so its GEMM stays
 on the training GPUs. The parts are added: a GPU at its power limit gains nothing by overlapping them. A device whose
 host cannot keep up takes longer; where a rate is unknown there is no estimate.
+
+Rollouts come on top, if all of them have the maximum length:
+
+    seconds of one decoding step = layers x latency + (weights + keys and values) / (0.72 bandwidth)
+
+for the built-in decode loop in CUDA graphs. Steps of few sequences are bound by launch latency: 18 us a layer with
+fused layers, 50 us without. Within 20 % of the H200 rows `decode_step` in scripts/bench/results (SmolLM2-135M to
+Llama-3.2-1B, 1 to 64 sequences). Responses that end early take less, prefilling the prompts takes a little more.
 """
 
 from __future__ import annotations
@@ -14,14 +22,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from distill_kernels.decoding.fused_linear import MAX_ROWS
+from distill_kernels.decoding.plan import FASTER_ON
 
+from distill.data.report import DataReport
+from distill.generation.fused_decoder import plain_unsupported_reason
 from distill.models.flops import NO_FLOPS, FlopCounts, count_flops
 from distill.models.gpu_specs import GpuSpec
+from distill.models.shape import Shape
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import LINK_EFFICIENCY, Device
 from distill.planning.memory import step_memory
-from distill.planning.placement import estimate_placement, teacher_server_memory
+from distill.planning.placement import place, teacher_server_memory
 
 # Fractions of data-sheet rates, from H200 rows in scripts/bench/results: GEMMs of an 8B model's MLP, 8,192 tokens,
 # 0.70 to 0.77 in bf16, 0.75 to 0.79 in fp8 beside their operands' bytes (rows `fp8`, `gated`); attention 0.42 to 0.59
@@ -29,6 +42,10 @@ from distill.planning.placement import estimate_placement, teacher_server_memory
 GEMM_EFFICIENCY = 0.72
 ATTENTION_EFFICIENCY = 0.4
 COPY_EFFICIENCY = 0.875
+# seconds of launch latency per layer
+FUSED_LAYER_LATENCY = 18e-6
+UNFUSED_LAYER_LATENCY = 50e-6
+BANDWIDTH_FRACTION = 0.72  # reached, of a data sheet's bandwidth
 
 
 class StepTokens(NamedTuple):
@@ -76,7 +93,7 @@ class DeviceClock(NamedTuple):
         return products + flops.pair * tokens.pairs / (ATTENTION_EFFICIENCY * self.peak) + moved / self.bandwidth
 
 
-def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTokens | None = None) -> StepTime | None:
+def step_time(plan: DevicePlan, tokens: StepTokens, read: StepTokens | None = None) -> StepTime | None:
     """Return FLOPs and time of a step; None for a model whose FLOPs are unknown.
 
     Args:
@@ -91,7 +108,7 @@ def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTo
         return None
     flops = student.flops.total(*tokens) + teacher.total(*read)
     if (
-        (gpu_spec := device.gpu_spec) is None
+        (gpu_spec := plan.device.gpu_spec) is None
         or (peak := gpu_spec.flops) is None
         or plan.precision.compute == torch.float32
     ):
@@ -115,7 +132,7 @@ def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float
         work += 24 * shape.hidden * shape.layers * clock.tokens.tokens / clock.bandwidth
     if recipe.train.gradient_checkpointing and (again := count_flops(student.model, trains=False)) is not None:
         work += clock.seconds(again._replace(trained=0.0, trained_bytes=0.0), recipe.student.compute == "fp8")
-    sharded = estimate_placement(plan).student_sharded
+    sharded = place(plan).student_sharded
     held = step_memory(plan, sharded=sharded).parts
     optimizer = (3 * held["gradients"] + 2 * held["optimizer states"]) / clock.bandwidth
     exchanged = 2 * held["gradients"]
@@ -131,7 +148,7 @@ def _teacher_seconds(plan: DevicePlan, clock: DeviceClock, teacher: FlopCounts) 
     dtypes = {section.dtype for section in plan.source.sections.values()}
     work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
     ranks = plan.world
-    teacher_sharded = estimate_placement(plan).teacher_sharded
+    teacher_sharded = place(plan).teacher_sharded
     footprint = plan.footprint()
     apart = plan.recipe.parallel.teacher_gpus
     if apart:
@@ -142,3 +159,47 @@ def _teacher_seconds(plan: DevicePlan, clock: DeviceClock, teacher: FlopCounts) 
     link = LINK_EFFICIENCY * (clock.gpu_spec.peers or clock.gpu_spec.link) * 1e9
     layers = max(work / ranks, footprint.moved * calls / bus)
     return layers + footprint.weights * teacher_sharded * (1 - 1 / ranks) * calls / link
+
+
+class RolloutEstimate(NamedTuple):
+    """Rollouts of an optimizer step: their number on all devices, maximum new tokens, and seconds (None if unknown)."""
+
+    number: float
+    tokens: int
+    seconds: float | None
+
+
+def estimate_rollouts(plan: DevicePlan, data: DataReport, rows: float) -> RolloutEstimate | None:
+    """Return the rollouts in a step of `rows` rows of the data; None without on-policy data."""
+    recipe = plan.recipe
+    student = plan.student.shape
+    device = plan.device
+    section = recipe.data.active_on_policy
+    length = recipe.data.max_length
+    if section is None:
+        return None
+    documents = max(data.documents, 1)
+    prompt = (data.tokens - data.trained_tokens) / documents
+    new = int(max(min(section.max_new_tokens, length - prompt), 1))
+    number = rows * documents / max(data.rows, 1) * section.fraction
+    if device.gpu_spec is None or section.engine != "distill" or plan.precision.compute == torch.float32:
+        return RolloutEstimate(number, new, None)
+    here = max(number / plan.world, 1.0)
+    sequences = min(here, section.batch_size) * (section.max_staleness + 1)
+    fused = device.family in FASTER_ON and sequences <= MAX_ROWS and recipe.student.compute != "fp8"
+    fused = fused and plain_unsupported_reason(plan.student.model, plan.precision.compute) is None
+    token = seconds_per_token(
+        student, device.gpu_spec, sequences, prompt + new / 2, plan.precision.student.itemsize, fused
+    )
+    return RolloutEstimate(number, new, here / sequences * new * token)
+
+
+def seconds_per_token(
+    student: Shape, gpu_spec: GpuSpec, sequences: float, cached: float, itemsize: int, fused: bool
+) -> float:
+    """Return the seconds of one new token of `sequences` sequences with `cached` tokens each."""
+    bytes_read = itemsize if fused or itemsize == 2 else itemsize + 4  # else a copy in 16 bits is written, and read
+    read = (student.linear + student.head) * bytes_read + sequences * cached * 4 * student.layers * student.key_value
+    return student.layers * (FUSED_LAYER_LATENCY if fused else UNFUSED_LAYER_LATENCY) + read / (
+        BANDWIDTH_FRACTION * gpu_spec.bandwidth * 1e9
+    )

@@ -46,6 +46,11 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     return steps
 
 
+def tokens_per_step(train: Train, data: Data, world: int) -> int:
+    """Return the positions of one optimizer step over all devices."""
+    return train.batch_size * data.max_length * accumulation_steps(train, data, world) * world
+
+
 def require_settings(train: Train, data: Data, world: int) -> None:
     """Refuse settings of `train` that no run on so many processes can have.
 
@@ -55,9 +60,14 @@ def require_settings(train: Train, data: Data, world: int) -> None:
     """
     accumulation_steps(train, data, world)
     require_arguments(train.arguments)
-    for problem in (report_to_problem(train.report_to), optimizer_problem(train.optimizer)):
-        if problem:
-            raise ValueError(problem)
+    for problem in missing_packages(train):
+        raise ValueError(problem)
+
+
+def missing_packages(train: Train) -> list[str]:
+    """Return the errors of an optimizer and of trackers whose packages are not installed; empty where all are."""
+    problems = (report_to_problem(train.report_to), optimizer_problem(train.optimizer))
+    return [problem for problem in problems if problem]
 
 
 def data_rows_per_micro_batch(train: Train, data: Data) -> int:

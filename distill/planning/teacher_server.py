@@ -1,14 +1,13 @@
-"""Teacher servers started with a run (`parallel.teacher: served`): their placement, and when they are faster.
+"""Teacher servers started with a run (`parallel.teacher: served`): their placement, and when `auto` starts one.
 
 A GPU with a copy holds T bytes of the teacher, one of N with shards T / N and the largest gathered unit; each holds the
 activations of one layer's forward over a micro-batch, and the step's outputs that have not been fetched. Each GPU gets
 a copy where that fits (no communication between them), else a shard.
 
 With s and t the device-seconds of student and teacher in a step, W devices take (s + t) / W where all of them compute
-both, and max(s / (W - N), t / N) with N devices for the teacher: never less, apart from communication. So a server is
-faster only where the models do not fit on one device together, or would need a slower placement: for instance an fp8
-teacher, which cannot be sharded, on devices without room for a student. `auto` takes a server where `step_time`
-estimates less time, on GPUs of known rates, when `distill run` starts the training processes.
+both, and max(s / (W - N), t / N) with N devices for the teacher, which is never less. So a server is for models that do
+not fit on one device together, for instance an fp8 teacher, which cannot be sharded, on devices without room for a
+student. `auto` takes one where no other placement fits, with as few GPUs as hold the teacher.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
-from distill.planning.devices import Device, find_device
 from distill.planning.placement import TeacherServerMemory, estimate_placement, teacher_server_memory
-from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, load
 from distill.recipe.teachers import reads_student_rows
@@ -52,7 +49,7 @@ def teacher_servers(recipe: Recipe, device: torch.device) -> AbstractContextMana
 
     sharded = recipe.parallel.teacher_layout == "sharded"
     if device.type == "cuda":
-        sharded = teacher_server_memory(DevicePlan.on_cuda(recipe, device, world_size())).sharded
+        sharded = teacher_server_memory(DevicePlan.here(recipe, device, world_size())).sharded
     return launched_servers(recipe, device, sharded=sharded)
 
 
@@ -66,30 +63,24 @@ def teacher_server_problem(plan: DevicePlan, side: TeacherServerMemory) -> str |
     )
 
 
-def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
-    """Return the recipe, with a teacher server on separate GPUs where `parallel.teacher: auto` is faster with one.
+def choose_teacher_server(plan: DevicePlan) -> Recipe:
+    """Return the recipe, with a teacher server on separate GPUs where `parallel.teacher: auto` finds no other way.
 
     Args:
         plan: Plan for all devices, with the recipe as given.
-        device: properties of each device.
     """
     recipe = plan.recipe
-    world = plan.world
     by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_student_rows(recipe)
-    if not (by_itself and world > 1 and device.gpu_spec and device.gpu_spec.flops):
+    if not (by_itself and plan.world > 1 and plan.device.cuda):
         return recipe
     placement = estimate_placement(plan)
-    works = placement.fits and not plan.source.problems(
-        cuda=True, sharded=placement.teacher_sharded, family=device.family
-    )
-    least = _seconds_per_token(plan, device) if works else float("inf")
-    best = recipe
+    sharded = placement.teacher_sharded
+    if placement.fits and not plan.source.problems(cuda=True, sharded=sharded, family=plan.device.family):
+        return recipe
     for candidate in _with_servers(plan):
-        seconds = _seconds_per_token(candidate, device)
-        if seconds < least and teacher_server_memory(candidate).fits and estimate_placement(candidate).fits:
-            least = seconds
-            best = candidate.recipe
-    return best
+        if teacher_server_memory(candidate).fits and estimate_placement(candidate).fits:
+            return candidate.recipe
+    return recipe
 
 
 def assign_gpus(recipe: Recipe, gpus: int, resumed_recipe: Path | None) -> tuple[int, Recipe]:
@@ -103,13 +94,13 @@ def assign_gpus(recipe: Recipe, gpus: int, resumed_recipe: Path | None) -> tuple
         if before.teacher == "served":
             parallel = before.model_copy(update={"strategy": recipe.parallel.strategy})
             recipe = recipe.model_copy(update={"parallel": parallel})
-    elif recipe.parallel.teacher == "auto" and (device := find_device(None)).gpu_spec is not None:
-        recipe = choose_teacher_server(DevicePlan.on_cuda(recipe, torch.device("cuda", 0), gpus), device)
+    elif recipe.parallel.teacher == "auto" and torch.cuda.is_available():
+        recipe = choose_teacher_server(DevicePlan.here(recipe, torch.device("cuda", 0), gpus))
     return training_gpus(recipe, gpus), recipe
 
 
 def _with_servers(plan: DevicePlan) -> Iterator[DevicePlan]:
-    """Yield the training GPUs' plan for each number of server GPUs with which a step has whole micro-batches."""
+    """Yield the training GPUs' plan for each number of server GPUs that leaves whole micro-batches, fewest first."""
     recipe = plan.recipe
     world = plan.world
     for gpus in range(1, world):
@@ -119,10 +110,3 @@ def _with_servers(plan: DevicePlan) -> Iterator[DevicePlan]:
         except ValueError:
             continue
         yield plan.with_recipe(recipe.model_copy(update={"parallel": parallel}))._replace(world=world - gpus)
-
-
-def _seconds_per_token(plan: DevicePlan, device: Device) -> float:
-    data = plan.recipe.data
-    tokens = float(plan.recipe.train.batch_size * data.max_length * plan.accumulation * plan.world)
-    found = step_time(plan, device, StepTokens(tokens, tokens, tokens * (data.max_length + 1) / 2))
-    return float("inf") if found is None or found.seconds is None else found.seconds / tokens

@@ -143,8 +143,8 @@ class Parallel(Section):
             replicates it where it fits.
         teacher: distribution of the teacher: `copied` replicates it on every device, `sharded` shards it (FSDP2,
             gathered one layer at a time), `served` starts a teacher server on GPUs that do not train (`teacher_gpus`),
-            and `auto` replicates it where it fits next to the student, and serves it where the estimate of `distill
-            check` is faster.
+            and `auto` replicates it where it fits next to the student, shards it where it does not, and serves it where
+            no other placement fits.
         teacher_gpus: number of GPUs (on a CPU, of processes) for the teacher server, the last ones of this machine; the
             others train. Required with `teacher: served`.
         teacher_layout: distribution of the teacher over the server's GPUs: `copied`, one replica per GPU, or `sharded`;

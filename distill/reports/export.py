@@ -41,7 +41,7 @@ def export(
     dtype: str | None = None,
     shard_size: str = "5GB",
     gguf: str | None = None,
-    packed: str | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Write the student of the run or checkpoint in `folder`, or the model there, to `destination`.
 
@@ -56,7 +56,7 @@ def export(
         dtype: float32, bfloat16 or float16; None for that of the training.
         shard_size: Maximum size of a file, as in transformers ("5GB").
         gguf: Also write a GGUF file of this type.
-        packed: Layout that a quantised student's weights are packed in, compressed-tensors or awq.
+        packed: Pack a quantised student's weights as compressed-tensors.
 
     Returns:
         `folder`, `dtype`, `parameters`, `bytes` and `files` of the export; with `gguf` also the result of `write_gguf`,
@@ -120,8 +120,8 @@ def export(
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"
                 more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))
-            if packed is not None:
-                more["packed"] = pack_folder(unfinished, shard_size, packed)
+            if packed:
+                more["packed"] = pack_folder(unfinished, shard_size)
     except OSError:
         check_new_folder(destination, "--output")  # whether another export took the name
         raise

@@ -1,20 +1,19 @@
-"""A quantised student's folder packed for servers: compressed-tensors, or AutoAWQ's layout.
+"""A quantised student's folder packed for servers, as compressed-tensors.
 
 Each quantised linear layer's weight becomes the tensors of its format's layout (`distill_kernels.quantisation`).
-Everything else is in 16 bits. `quantization_config` in config.json names the formats; readers need not know us.
+Everything else is in bfloat16. `quantization_config` in config.json names the formats; readers need not know us.
 
 The folder is read back: packed weights must equal the student's, and its KL on two short texts is returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from distill_kernels.quantisation.formats import FORMATS, Blocks
-from distill_kernels.quantisation.packed_tensors import PackedIntegers, pack_awq, unpack_awq
+from distill_kernels.quantisation.formats import FORMATS
+from distill_kernels.quantisation.packed_tensors import PackedIntegers
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -27,48 +26,29 @@ from distill.models.precision.quantised_formats import FORMAT_FILE, SCALES_FILE,
 from distill.reports.gguf_file import TEXTS
 
 PACKED = {name: form for name, form in FORMATS.items() if isinstance(form, PackedIntegers)}
+DTYPE = torch.bfloat16  # of what is not quantised
 
 
-class Layout(NamedTuple):
-    """Layout of packed weights in a folder.
-
-    Attributes:
-        formats: Formats that it holds.
-        dtype: Dtype of everything else.
-        pack: Returns the tensors of a matrix, by their names in its module.
-        unpack: Returns the values of these, of a matrix in a format.
-        configuration: Returns `quantization_config` from the format of each layer and the layers without one.
-    """
-
-    formats: tuple[str, ...]
-    dtype: torch.dtype
-    pack: Callable[[Blocks], dict[str, torch.Tensor]]
-    unpack: Callable[[str, Mapping[str, torch.Tensor]], torch.Tensor]
-    configuration: Callable[[Mapping[str, str], list[str]], dict[str, object]]
-
-
-def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed-tensors") -> float:
+def pack_folder(folder: Path, shard_size: str = "5GB") -> float:
     """Replace the weights of a quantised student's folder by packed ones, and verify them.
 
     Args:
         folder: Folder of a student in float32 whose weights are exactly in their formats.
         shard_size: Maximum size of a file.
-        layout: A key of `LAYOUTS`.
 
     Returns:
         KL(student || folder) on two short texts, nats per token: that of 16 bits for the tensors that stay.
 
     Raises:
-        RecipeError: The student is not in a format of the layout.
+        RecipeError: The student is not in a format of compressed-tensors.
     """
     saved = read_saved(folder)
-    own = LAYOUTS[layout]
     formats = {} if saved is None else saved.by_name
-    if saved is None or not set(formats.values()) <= set(own.formats):
+    if saved is None or not set(formats.values()) <= set(PACKED):
         came = " and ".join(sorted(set(formats.values()))) or "float32"
         raise RecipeError(
             [
-                f"--format: {layout} holds weights in {', '.join(own.formats)}, and this student's are in "
+                f"--format: compressed-tensors holds weights in {', '.join(PACKED)}, and this student's are in "
                 f"{came}; train it with student.quantise, or quantise it with distill quantise"
             ]
         )
@@ -82,23 +62,24 @@ def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in before.items():
         if name not in formats:
-            tensors[name] = tensor.to(own.dtype) if tensor.is_floating_point() else tensor
+            tensors[name] = tensor.to(DTYPE) if tensor.is_floating_point() else tensor
             continue
         blocks = saved.blocks(name, tensor)
         if blocks is None:
             raise RecipeError([f"--format: {name} was trained in {formats[name]}, and its weights are not"])
-        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in own.pack(blocks).items()}
+        packed = PACKED[formats[name]].pack(blocks.codes, blocks.stored)
+        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in packed.items()}
     for path in folder.glob("model*.safetensors*"):
         path.unlink()
     save_torch_state_dict(tensors, folder, max_shard_size=shard_size)
     config = read_json(folder / "config.json", "--format")
     by_layer = {name.removesuffix(".weight"): form for name, form in formats.items()}
-    config["dtype"] = str(own.dtype).removeprefix("torch.")
-    config["quantization_config"] = own.configuration(by_layer, sorted(_other_layers(model, before) - set(by_layer)))
+    config["dtype"] = str(DTYPE).removeprefix("torch.")
+    config["quantization_config"] = _quantization_config(by_layer, sorted(_other_layers(model, before) - set(by_layer)))
     write_json(folder / "config.json", config)
     for file in (FORMAT_FILE, SCALES_FILE):
         (folder / file).unlink()
-    return _check(model, folder, before, formats, own)
+    return _check(model, folder, before, formats)
 
 
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -113,7 +94,7 @@ def _other_layers(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -
     return (stored - embeddings) | {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
 
 
-def _compressed_tensors(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
+def _quantization_config(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
     """Return `quantization_config`; the format of most layers is that of all linear layers without one of their own."""
     kinds = sorted(set(by_layer.values()), key=lambda form: -list(by_layer.values()).count(form))
     groups = {}
@@ -133,48 +114,19 @@ def _compressed_tensors(by_layer: Mapping[str, str], others: list[str]) -> dict[
     }
 
 
-def _awq(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
-    """Return `quantization_config` as AutoAWQ writes it; vLLM looks for the name of all experts of a layer."""
-    others = sorted({*others, *(name.partition(".experts.")[0] + ".experts" for name in others if ".experts." in name)})
-    sizes = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    return {"quant_method": "awq", **sizes, "modules_to_not_convert": others}
-
-
-LAYOUTS = {
-    "compressed-tensors": Layout(
-        tuple(PACKED),
-        torch.bfloat16,
-        lambda blocks: blocks.form.pack(blocks.codes, blocks.stored),
-        lambda form, tensors: PACKED[form].unpack(tensors),
-        _compressed_tensors,
-    ),
-    "awq": Layout(
-        ("int4_g32",),
-        torch.float16,
-        lambda blocks: pack_awq(blocks.codes, blocks.stored),
-        lambda form, tensors: unpack_awq(tensors),
-        _awq,
-    ),
-}
-
-
 @torch.no_grad()
 def _check(
-    model: PreTrainedModel,
-    folder: Path,
-    before: Mapping[str, torch.Tensor],
-    formats: Mapping[str, str],
-    layout: Layout,
+    model: PreTrainedModel, folder: Path, before: Mapping[str, torch.Tensor], formats: Mapping[str, str]
 ) -> float:
     """Hold the folder's weights to the student's; returns KL(student || folder)."""
     written = _tensors_of(folder)
     for name, tensor in before.items():
         module = name.removesuffix("weight")
-        exact = tensor if name in formats else tensor.to(layout.dtype)
+        exact = tensor if name in formats else tensor.to(DTYPE)
         found = written.get(name)
         if name in formats:
             parts = {key.removeprefix(module): part for key, part in written.items() if key.startswith(module)}
-            found = layout.unpack(formats[name], parts)
+            found = PACKED[formats[name]].unpack(parts)
         if found is None or not torch.equal(found.to(exact.dtype), exact):
             raise RecipeError([f"--format: {name} differs in the files; not written"])
     tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer.json").is_file() else None
@@ -183,7 +135,7 @@ def _check(
     student = [model(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     for name, parameter in model.named_parameters():
         if name not in formats:  # the others were found equal
-            parameter.copy_(parameter.to(layout.dtype))
+            parameter.copy_(parameter.to(DTYPE))
     packed = [model(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(student, packed, strict=True))
     return total / sum(len(p) for p in student)

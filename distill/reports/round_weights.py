@@ -45,7 +45,7 @@ class Rounding(NamedTuple):
 
     Attributes:
         section: Formats, as in a recipe.
-        method: nearest, importance, awq or gptq; see `distill.models.precision.gptq`.
+        method: nearest, importance or gptq; see `distill.models.precision.gptq`.
         rows: Tokenised rows to calibrate on; nearest reads none.
     """
 

@@ -79,11 +79,8 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
     vocabulary.prepare()
     device = context.device
     sharded = context.placement.teacher_sharded
-    for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
-        raise ValueError(problem)
-    refusal = fp8_problem(section, family_in(device))
-    if refusal:
-        raise ValueError(refusal)
+    for problem in loading_problems(source, cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
+        raise ValueError(f"{problem} ({context.placement.why})" if sharded else problem)
     teacher = source.open(context, vocabulary)
     without_lora = section.model_copy(update={"lora": None})
     layer_indices = None
@@ -96,7 +93,9 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         student = student if section.cut is None else cut_from(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
-        check_length(recipe, model, field)
+        too_long = length_problem(recipe, bare(model).config, field)
+        if too_long:
+            raise ValueError(too_long)
         check_packing(recipe, model, field)
     rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
     vocab_size, verdict = vocabulary.match(list(teacher.format.properties.columns), rows)
@@ -105,6 +104,19 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
 
         student = add_lora(student, section.lora, seed=recipe.train.seed)
     return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)
+
+
+def loading_problems(source: TeacherPlan, *, cuda: bool, sharded: bool, family: str | None) -> list[str]:
+    """Return why the models of a recipe cannot be loaded on such devices, before weights are read; empty if they can.
+
+    Args:
+        cuda: Whether the devices are GPUs.
+        sharded: Whether the teacher is sharded over them.
+        family: Architecture family of the GPUs; None for a CPU and an unknown GPU.
+    """
+    student_problem = fp8_problem(source.recipe.student, family)
+    problems = source.problems(cuda=cuda, sharded=sharded, family=family)
+    return [*problems, student_problem] if student_problem else problems
 
 
 def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
@@ -116,13 +128,12 @@ def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
     teacher.format = PluginFormat(teacher.format, plugin)
 
 
-def check_length(recipe: Recipe, model: Any, field: str) -> None:
-    """Raise ValueError for sequences that are longer than the model's positions."""
-    most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
-    if most and recipe.data.max_length > most:
-        raise ValueError(
-            f"data.max_length: expected at most {most}, the {field}'s longest sequence; got {recipe.data.max_length}"
-        )
+def length_problem(recipe: Recipe, config: Any, field: str) -> str | None:
+    """Return the error of sequences that are longer than the positions of a model; None where they fit."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not most or recipe.data.max_length <= most:
+        return None
+    return f"data.max_length: expected at most {most}, the {field}'s longest sequence; got {recipe.data.max_length}"
 
 
 def attention_of(recipe: Recipe, field: str) -> str:

@@ -26,7 +26,6 @@ from distill_kernels.losses.policy_reference import KL_ESTIMATORS
 from distill_kernels.matmul.fp8 import fp8_rms_norm
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
 from distill_kernels.matmul.gated import gated_linear
-from distill_kernels.matmul.lora import lora_linears
 from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
 from distill_kernels.quantisation.formats import FORMATS
@@ -690,11 +689,6 @@ def _three_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tenso
     return own.detach()
 
 
-def _adapters(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-    half = len(weight) // 2
-    return lora_linears(x, [weight[:half], weight[half:]], [None, None], [(a, b[:half], 0.5), (2 * a, b[half:], 0.5)])
-
-
 def _shared(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
     half = len(weight) // 2
     return shared_linear(x, [weight[:half], weight[half:]], [bias[:half], None])
@@ -736,10 +730,6 @@ def _layers() -> dict[str, Example]:
         "documents": lambda s: (torch.arange(s.length) * 3 // s.length).expand(2, -1).contiguous(),
     }
     two: dict[str, Any] = {"x": ROWS["x"], "weight": lambda s: weights(2 * s.hidden, s.hidden)}
-    adapter: dict[str, Any] = {
-        "a": lambda s: floats(3, s.hidden, seed=3),
-        "b": lambda s: floats(2 * s.hidden, 3, seed=4),
-    }
     return {
         "rms_norm: gemma": call(lambda x, weight: ours.rms_norm(x, weight, form="gemma"), "x weight", **ROWS),
         "rms_norm: another epsilon": call(
@@ -785,7 +775,6 @@ def _layers() -> dict[str, Example]:
         ),
         "gated_linear": call(gated_linear, dtypes=SIXTEEN, needs=_tiles, x=ROWS["x"], weight=two["weight"]),
         "shared_linear": call(_shared, "x weight bias", **two, bias=lambda s: floats(2 * s.hidden, seed=1)),
-        "lora_linears": call(_adapters, "x a b", **two, **adapter),
         "fp8_rms_norm": call(
             lambda x, weight: fp8_rms_norm(x, weight)[0].to(torch.float32), needs=_fp8_units, dtypes=SIXTEEN, **ROWS
         ),

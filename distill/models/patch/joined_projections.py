@@ -41,8 +41,7 @@ class SharedInputs(Swap):
 
     def applies(self, module: nn.Module) -> str | None:
         """Accept modules with plain sibling projections; a teacher has no gradients to share."""
-        group = siblings_of(module) if self.trains else None
-        return None if type(group) is SharedInput else OTHER
+        return None if self.trains and siblings_of(module) is not None else OTHER
 
     def swap(self, module: nn.Module) -> None:
         group = siblings_of(module)
@@ -50,12 +49,12 @@ class SharedInputs(Swap):
         for member in (module, *group.layers.values()):
             member.__dict__[GROUP] = group
         replace_forward(module, sharing_forward(module))
-        for layer in group.layers.values() if group.swaps_layers else ():
+        for layer in group.layers.values():
             replace_forward(layer, projection_forward)
 
     def restore(self, module: nn.Module) -> None:
         group = module.__dict__[GROUP]
-        for layer in group.layers.values() if group.swaps_layers else ():
+        for layer in group.layers.values():
             restore_forward(layer)
         restore_forward(module)
         for member in (module, *group.layers.values()):
@@ -73,7 +72,7 @@ class _JoinedProjections(SharedInputs):
 
     def applies(self, module: nn.Module) -> str | None:
         group = _group(module)
-        layers = [] if group is None else group.weights()
+        layers = [] if group is None else list(group.layers.values())
         if not layers or any(FP8_GROUP in layer.__dict__ for layer in layers):
             return OTHER
         has_norm = any("norm" in name for name, _ in module.named_children())
@@ -86,7 +85,7 @@ class _JoinedProjections(SharedInputs):
             super().swap(module)
             self.shared.append(module)
         group = module.__dict__[GROUP]
-        layers = group.weights()
+        layers = list(group.layers.values())
         _join([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers if layer.bias is not None]
         if len(biases) == len(layers) and _can_join(biases):
@@ -104,7 +103,7 @@ def join_projections(model: nn.Module, *, trains: bool = False) -> int:
     Offloaded models, layers in fp8 or other formats, and parameters that share memory already are not changed.
 
     Args:
-        model: A causal language model of transformers, bare or inside PEFT, on its final device.
+        model: A causal language model of transformers, on its final device; adapted projections stay apart.
         trains: True for training steps: wide layers are skipped too, and attention with a norm between projection and
             rotation, which would copy the columns first.
 

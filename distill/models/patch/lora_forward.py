@@ -7,16 +7,14 @@ shards) goes through PEFT's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from distill_kernels.matmul.lora import lora_linear, lora_linear_recomputed, lora_linears
-from distill_kernels.operands import adjacent_as_one
+from distill_kernels.matmul.lora import lora_linear, lora_linear_recomputed
 from torch import nn
 
-from distill.models.patch.shared_input import GROUP, SharedInput
-from distill.models.patch.swaps import Kind, trait_of
+from distill.models.patch.swaps import Kind
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -25,46 +23,6 @@ def is_lora_linear(module: nn.Module) -> bool:
         return False
     base: Any = module.get_base_layer()  # type: ignore[operator]
     return type(base) is nn.Linear and not base.weight.requires_grad
-
-
-class SharedAdapters(SharedInput):
-    """Sibling projections that are LoRA layers, computed as one while their base weights are joined."""
-
-    swaps_layers = False  # they run `lora_forward`
-
-    def fits(self) -> bool:
-        """Return whether all run our forward on one input, without hooks."""
-        layers = self.layers.values()
-        return all(map(_is_ours, layers)) and len({layer.in_features for layer in layers}) == 1
-
-    def is_intact(self, module: nn.Module) -> bool:
-        """Return whether `module` still calls these LoRA layers, with our forward and without hooks."""
-        own = module._modules
-        return self.joined and all(own.get(name) is layer and _is_ours(layer) for name, layer in self.layers.items())
-
-    def weights(self) -> list[nn.Linear]:
-        """The frozen layers inside."""
-        return [layer.get_base_layer() for layer in self.layers.values()]  # type: ignore[operator]
-
-    def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[torch.Tensor]] | None:
-        """The outputs of all, and what they depend on; None where each has to compute its own."""
-        layers = list(self.layers.values())
-        parts = [_plain(layer, x) for layer in layers]
-        plain = [part for part in parts if part is not None]
-        bases = [base for base, *_ in plain]
-        if len(plain) < len(layers) or adjacent_as_one(bases) is None or not torch.is_grad_enabled():
-            return None
-        if any(_has_own_forward(layer) for layer in layers) or len({(a.dtype, b.dtype) for *_, a, b, _ in plain}) > 1:
-            return None
-        biases = [bias for _, bias, *_ in plain]
-        made = lora_linears(x.to(bases[0].dtype), bases, biases, [(a, b, scale) for *_, a, b, scale in plain])
-        outputs: dict[Hashable, torch.Tensor] = dict(zip(layers, made, strict=True))
-        return outputs, [tensor for part in plain for tensor in part[:4] if isinstance(tensor, torch.Tensor)]
-
-
-def _is_ours(layer: nn.Module) -> bool:
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return trait_of(layer, "group_kind") is SharedAdapters and not hooks
 
 
 def lora_recomputed(
@@ -78,11 +36,6 @@ def lora_recomputed(
 
 
 def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    group = self.__dict__.get(GROUP)
-    if group is not None and group.is_open and not (args or kwargs or torch.compiler.is_compiling()):
-        output: torch.Tensor | None = group.outputs.take(self, x, group.compute)
-        if output is not None:
-            return output
     weights = None if args or kwargs else _plain(self, x)
     if weights is None:
         return type(self).forward(self, x, *args, **kwargs)
@@ -128,5 +81,5 @@ def _only_adapter(layer: Any) -> str | None:
     return str(name)
 
 
-lora_forward.__dict__.update(recomputed=lora_recomputed, group_kind=SharedAdapters)
+lora_forward.__dict__.update(recomputed=lora_recomputed)
 LORA_LINEAR = Kind("lora", is_lora_linear, lambda module, form: lora_forward)

@@ -21,8 +21,6 @@ from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
 from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
-from distill.models.patch.swaps import trait_of
-
 GROUP = "_distill_shared_input"
 FP8_GROUP = "_distill_fp8_siblings"  # of a projection that computes in fp8 while it trains, with siblings of its own
 PLAIN = (torch.Tensor, nn.Parameter)
@@ -34,8 +32,6 @@ class SharedInput:
     Args:
         layers: The projections, by the names they have in the module.
     """
-
-    swaps_layers = True  # the projections have a forward of ours for the group
 
     def __init__(self, layers: dict[str, nn.Linear]) -> None:
         self.layers = layers
@@ -49,9 +45,6 @@ class SharedInput:
         layers = self.layers.values()
         plain = all(type(layer) is nn.Linear and "forward" not in layer.__dict__ for layer in layers)
         return plain and len({layer.in_features for layer in layers}) == 1
-
-    def weights(self) -> list[nn.Linear]:
-        return list(self.layers.values())
 
     def is_intact(self, module: nn.Module) -> bool:
         """Return whether `module` still calls these projections unchanged: none wrapped (an adapter) or replaced."""
@@ -89,16 +82,14 @@ def _is_ours(layer: nn.Module) -> bool:
 
 
 def siblings_of(module: nn.Module) -> SharedInput | None:
-    """Return the sibling projections of a module that may be computed as one: plain linear layers, or adapted ones."""
+    """Return the sibling projections of a module that may be computed as one: plain linear layers."""
     for names in SIBLINGS:
         layers: dict[str, Any] = {
             name: layer for name in names if isinstance(layer := getattr(module, name, None), nn.Module)
         }
         if len(layers) < len(names):
             continue
-        kinds = {trait_of(layer, "group_kind") for layer in layers.values()}  # of adapted projections
-        kind = kinds.pop() if len(kinds) == 1 else None
-        group: SharedInput = (kind or SharedInput)(layers)
+        group = SharedInput(layers)
         if group.fits() and isinstance(module.forward, types.MethodType):
             return group
     return None

@@ -1,4 +1,4 @@
-"""Rounding of weights without training: to nearest, by importance, activation-aware (AWQ), error-compensated (GPTQ).
+"""Rounding of weights without training: to nearest, by importance, error-compensated (GPTQ).
 
 A linear layer with inputs `x` computes `W x`; rounding `W` to `Q` costs `tr((W - Q) H (W - Q)^T)` with `H = sum x x^T`
 over calibration tokens. `nearest` ignores `H`; `importance` chooses each block's scale by its diagonal; `gptq` (Frantar
@@ -12,7 +12,6 @@ the rounded layers before it compute.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -25,13 +24,28 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
-from distill.models.precision.linear_group import Group
 from distill.models.precision.quantised_formats import plain_name
 
-Method = Literal["nearest", "importance", "awq", "gptq"]
+Method = Literal["nearest", "importance", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean
 MOST_DAMPINGS = 20  # tenfold steps of the damping until a matrix counts as one that has no inverse
 COLUMNS = 128  # rounded before the rest of the matrix is moved
+
+
+class Group:
+    """Linear layers that read the same input, and the sum of its outer products over calibration rows."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.linears: dict[str, nn.Linear] = {}
+        self.hessian = torch.zeros(size, size, device=device)
+        self.tokens = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add the outer products of an input [..., K]."""
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        with torch.autocast(rows.device.type, enabled=False):
+            self.hessian.addmm_(rows.t(), rows)
+        self.tokens += len(rows)
 
 
 class Rounded(NamedTuple):
@@ -152,10 +166,6 @@ class _Calls:
             for handle in handles:
                 handle.remove()
 
-    def output(self, layer: nn.Module, number: int) -> torch.Tensor:
-        """Return the output of a layer on the first batch."""
-        return _first(layer(self.hidden[0], **self.arguments[0][number]))
-
     def _before(self, number: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> None:
             kwargs = dict(kwargs)
@@ -196,7 +206,7 @@ def round_weights(
         model: A causal language model of transformers, on its device.
         formats: Format of each parameter, by name in the bare model; others than those of linear layers are left.
         batches: `input_ids` (and `position_ids`) of calibration rows, int64 [B, S] on the model's device.
-        method: `importance`, `awq` or `gptq`.
+        method: `importance` or `gptq`.
 
     Returns:
         The matrices before rounding and their scales, by name, in host memory.
@@ -220,12 +230,7 @@ def round_weights(
                 for part, module in layer.named_modules()
                 if (name := f"{prefix}.{number}.{plain_name(part)}.weight") in formats and isinstance(module, nn.Linear)
             }
-            groups = _groups_of(layer, wanted, calls, number)
-            if method == "awq":
-                from distill.models.precision.awq import balance
-
-                balance(layer, groups, formats, functools.partial(calls.output, layer, number))
-            for group in groups:
+            for group in _groups_of(layer, wanted, calls, number):
                 with torch.autocast(group.hessian.device.type, enabled=False):
                     found |= _round_group(group, formats, method)
                 for name in group.linears:

@@ -22,8 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MAX_TOP_K = 511  # and the tail: 512 lanes of a program, as for 256; refused where no kernel runs as well
 WHOLE_TENSOR = (
-    "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; a head cut "
-    "over the vocabulary for tensor parallelism needs tp_group)"
+    "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; gather one "
+    "that is cut over the vocabulary for tensor parallelism)"
 )
 CHECK_VALUES = os.environ.get("DISTILL_CHECK_VALUES") == "1"
 
@@ -57,7 +57,6 @@ def _check_weight(name: str, weight: torch.Tensor, hidden: torch.Tensor, hidden_
         "a floating-point head (a quantised head must be dequantised or left out of quantisation)",
         f"{type(weight).__name__} of {weight.dtype}",
     )
-    expect(type(weight).__name__ != "DTensor", name, WHOLE_TENSOR, "a DTensor")
     width = hidden.shape[-1]
     expect(weight.dim() == 2 and weight.shape[1] == width, name, f"[V, {width}] as {hidden_name}", list(weight.shape))
     expect(weight.device == hidden.device, name, f"device {hidden.device} as {hidden_name}", weight.device)
@@ -102,10 +101,8 @@ def check_tokens(
             expect(once, "valid_rows", "each row once", f"some of {valid_rows.numel()} rows twice")
 
 
-def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = False) -> tuple[int, torch.dtype]:
+def check_arguments(objective: Objective, inputs: Inputs) -> tuple[int, torch.dtype]:
     """Check a fused loss's arguments; return the number of vocabulary columns used and the compute dtype.
-
-    With `sharded`, heads are one rank's rows of them, and `vocab_size`, maybe 0, fits them.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -122,6 +119,7 @@ def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = Fal
         tensor = getattr(inputs, name)
         if tensor is not None:
             check_tensor(name, tensor)
+            expect(type(tensor).__name__ != "DTensor", name, WHOLE_TENSOR, "a DTensor")
     fits = hidden.dim() >= 2 and hidden.dtype in FLOATS
     expect(fits, "student_hidden", "floating [..., H] of at least 2 dimensions", _described(hidden))
     leading = hidden.shape[:-1]
@@ -147,7 +145,7 @@ def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = Fal
         if inputs.vocab_size is None:
             expected = f"{vocab} rows as student_weight (or pass vocab_size, the shared columns)"
             expect(width == vocab, name, expected, width)
-        expect(sharded or 0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
+        expect(0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
     check_tokens(
         inputs.labels, inputs.token_weights, inputs.num_items, inputs.valid_rows, leading=leading, device=hidden.device
     )
@@ -178,6 +176,7 @@ def unpack_lora(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | 
     expect(three, "student_lora", "(A, B, scale)", f"{type(lora).__name__} of {len(lora)}")
     for tensor in lora[:2]:
         check_tensor("student_lora", tensor)
+        expect(type(tensor).__name__ != "DTensor", "student_lora", WHOLE_TENSOR, "a DTensor")
     return lora[0], lora[1], float(plain_number(lora[2], "student_lora"))
 
 

@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses import DIVERGENCES
-from distill_kernels.losses.shards import ON_ANOTHER_RANK, OUTSIDE, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 
 MAX_LOG_RATIO = 80.0  # of the two probabilities in a mixture: beyond it the smaller one vanishes in fp32
@@ -59,15 +58,12 @@ class RowRequest(NamedTuple):
         row_scale: [n], factor of each row's loss; 0 skips the row.
         with_gradient: make the gradient for the student's raw logits.
         with_stats: make the statistics.
-        shard: the logits are the columns that one rank holds (V may be 0) and `labels` count from its first one; loss
-            and statistics are those of all columns, joined over the ranks.
     """
 
     labels: torch.Tensor | None
     row_scale: torch.Tensor
     with_gradient: bool = True
     with_stats: bool = False
-    shard: VocabShard | None = None
 
     @property
     def counted(self) -> torch.Tensor:
@@ -79,7 +75,7 @@ class RowRequest(NamedTuple):
         """Labels as int64, those of skipped rows replaced by any that can be looked up."""
         if self.labels is None:
             return None
-        return torch.where(self.counted, self.labels.long(), 0 if self.shard is None else ON_ANOTHER_RANK)
+        return torch.where(self.counted, self.labels.long(), 0)
 
     def finish_gradient_(
         self, gradient: torch.Tensor, z: torch.Tensor, objective: Objective, temperature: float = 1.0
@@ -143,54 +139,33 @@ def reference_terms(
     return share * p_t * (d - log_q) + g, g
 
 
-def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, objective: Objective, shard: VocabShard | None) -> torch.Tensor:
-    """Return the gradient for the scaled logits, `g - p_s sum(g)` [n, V], with the sum over all ranks' columns.
+def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """Return the gradient for the scaled logits, `g - p_s sum(g)` [n, V].
 
     Where p_s of a token is near 1, `g` there is nearly the whole sum and the difference cancels. Written
     as `g sum'(p_s) - p_s sum'(g)`, sums over the other tokens, it is exact. No row has two tokens of p_s > 1/2.
     """
-    plain = g - p_s * _sum_over_ranks(g.sum(-1, keepdim=True), shard)
+    plain = g - p_s * g.sum(-1, keepdim=True)
     if not objective.stable_top:
         return plain
     top = p_s > 0.5
-    rest_g = _sum_over_ranks(g.masked_fill(top, 0.0).sum(-1, keepdim=True), shard)
-    rest_p = _sum_over_ranks(p_s.masked_fill(top, 0.0).sum(-1, keepdim=True), shard)
+    rest_g = g.masked_fill(top, 0.0).sum(-1, keepdim=True)
+    rest_p = p_s.masked_fill(top, 0.0).sum(-1, keepdim=True)
     return torch.where(top, g * rest_p - p_s * rest_g, plain)
 
 
-def _sum_over_ranks(rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """Return row sums over all columns, given those over this rank's columns."""
-    return rows if shard is None else shard.ranks.all_reduce_(rows)
-
-
-def _row_maximum(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """Return each row's largest logit over all ranks, [n, 1]."""
-    here = z.amax(-1, keepdim=True) if z.shape[-1] else z.new_full((z.shape[0], 1), -torch.inf)
-    return here if shard is None else shard.ranks.all_reduce_max(here)
-
-
-def _log_sum_exp(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    if shard is None:
-        return torch.logsumexp(z, -1)
-    top = _row_maximum(z, shard)
-    return _sum_over_ranks((z - top).exp().sum(-1), shard).log() + top.squeeze(-1)
-
-
-def log_softmax(z: torch.Tensor, shard: VocabShard | None = None) -> torch.Tensor:
-    """Return log-probabilities of logits [n, V] over all ranks' columns.
+def log_softmax(z: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities of logits [n, V].
 
     On a CPU PyTorch's float32 log_softmax adds up a row's exponentials in few long chains: over 49,152 columns its
     normaliser is off by up to 2e-5, with the same sign in every row, which a loss's mean and the gradients' sums keep.
     Here the probabilities are added up once more, in pairs, and what they lack of 1 is taken off.
     """
-    if shard is None:
-        log_p = torch.log_softmax(z, -1)
-        if z.dtype == torch.float32 and not z.is_cuda:
-            lacking = log_p.exp().sum(-1, keepdim=True).log()
-            return log_p - lacking if log_p.requires_grad else log_p.sub_(lacking)
-        return log_p
-    z = z - _row_maximum(z, shard)
-    return z - _sum_over_ranks(z.exp().sum(-1, keepdim=True), shard).log()
+    log_p = torch.log_softmax(z, -1)
+    if z.dtype == torch.float32 and not z.is_cuda:
+        lacking = log_p.exp().sum(-1, keepdim=True).log()
+        return log_p - lacking if log_p.requires_grad else log_p.sub_(lacking)
+    return log_p
 
 
 def unique_argmax(z: torch.Tensor) -> torch.Tensor:
@@ -199,21 +174,15 @@ def unique_argmax(z: torch.Tensor) -> torch.Tensor:
     return torch.where((z == highest).sum(-1) == 1, token.squeeze(-1), -1)
 
 
-def _at_labels(log_p: torch.Tensor, targets: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+def _at_labels(log_p: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return each row's log-probability of its label, [n]."""
-    if shard is None:
-        return log_p.gather(-1, targets[:, None]).squeeze(-1)
-    values = torch.where(targets == OUTSIDE, torch.nan, log_p.new_zeros(targets.shape))
-    if log_p.shape[-1]:
-        values = torch.where(targets >= 0, log_p.gather(-1, targets.clamp_min(0)[:, None]).squeeze(-1), values)
-    return _sum_over_ranks(values, shard)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1)
 
 
 def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: torch.Tensor | float) -> None:
-    """`gradient[i, targets[i]] += value` (a number, or one a row) in rows whose label is among these columns."""
-    if gradient.shape[-1]:
-        values = torch.where(targets >= 0, value, gradient.new_zeros(targets.shape))
-        gradient.scatter_add_(-1, targets.clamp_min(0)[:, None], values[:, None])
+    """`gradient[i, targets[i]] += value`, a number or one a row."""
+    values = value if isinstance(value, torch.Tensor) else gradient.new_full(targets.shape, value)
+    gradient.scatter_add_(-1, targets[:, None], values[:, None])
 
 
 def reference_rows(
@@ -227,49 +196,47 @@ def reference_rows(
         objective: terms of the loss and its settings.
         request: labels and scales of the rows, and the outputs to compute.
     """
-    shard = request.shard
     with_gradient = request.with_gradient
     n, vocab = student_raw.shape
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
     z_teacher = None
     if teacher_raw is not None:
         z_teacher = transform_logits(teacher_raw, objective.teacher_scale, objective.teacher_softcap)
-    columns = vocab if shard is None else shard.vocab
     targets = request.targets
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1
     if objective.kinds:
         assert z_teacher is not None
-        log_s = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z, shard)
-        log_t = log_softmax(z_teacher / objective.temperature if objective.temperature != 1.0 else z_teacher, shard)
+        log_s = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z)
+        log_t = log_softmax(z_teacher / objective.temperature if objective.temperature != 1.0 else z_teacher)
         log_p1 = log_s if objective.temperature == 1.0 else None
         p_s = log_s.exp()
         p_t = log_t.exp()
         for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
-            loss += weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
+            loss += weight * f.sum(-1).clamp_min(0)
             if with_gradient:
                 if not DIVERGENCES[kind].g_sums_to_0:
-                    g = logit_gradient(g, p_s, objective, shard)
+                    g = logit_gradient(g, p_s, objective)
                 g = g.mul_(weight / objective.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
     if objective.hard_weight:
         assert targets is not None
-        log_p1 = log_softmax(z, shard) if log_p1 is None else log_p1
-        hard = -(1 - objective.label_smoothing) * _at_labels(log_p1, targets, shard)
+        log_p1 = log_softmax(z) if log_p1 is None else log_p1
+        hard = -(1 - objective.label_smoothing) * _at_labels(log_p1, targets)
         if objective.label_smoothing:
-            hard = hard - objective.label_smoothing / columns * _sum_over_ranks(log_p1.sum(-1), shard)
+            hard = hard - objective.label_smoothing / vocab * log_p1.sum(-1)
         lse = None
         if objective.z_loss:
-            lse = _log_sum_exp(z, shard)
+            lse = torch.logsumexp(z, -1)
             hard = hard + objective.z_loss * lse.square()
         loss += objective.hard_weight * hard
         if with_gradient:
             factor = objective.hard_weight * (1 + 2 * objective.z_loss * lse[:, None] if lse is not None else 1.0)
             g = log_p1.exp().mul_(factor)
             if objective.label_smoothing:
-                g.sub_(objective.hard_weight * objective.label_smoothing / columns)
+                g.sub_(objective.hard_weight * objective.label_smoothing / vocab)
             _add_at_labels_(g, targets, -objective.hard_weight * (1 - objective.label_smoothing))
             gradient = g if gradient is None else gradient.add_(g)
     loss = torch.where(request.counted, loss * request.row_scale, 0.0)
@@ -287,30 +254,29 @@ def reference_stats(
         z: the student's transformed logits, [n, V].
         z_teacher: the teacher's, or None.
         o: the loss, whose divergences are reported.
-        request: labels, scales and shard.
+        request: labels and scales.
     """
     targets = request.targets
-    shard = request.shard
     zeros = z.new_zeros(z.shape[0])
-    log_s = log_softmax(z, shard)
+    log_s = log_softmax(z)
     p_s = log_s.exp()
-    student_label = zeros if targets is None else _at_labels(log_s, targets, shard)
-    student_entropy = -_sum_over_ranks(torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1), shard)
+    student_label = zeros if targets is None else _at_labels(log_s, targets)
+    student_entropy = -torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1)
     divergence = teacher_entropy = agreement = teacher_label = zeros
     if z_teacher is not None:
-        log_t = log_softmax(z_teacher, shard)
+        log_t = log_softmax(z_teacher)
         p_t = log_t.exp()
         terms = zip(objective.kinds, objective.divergence_weights, objective.parameters, strict=True)
         for kind, weight, parameter in terms:
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
-            divergence = divergence + weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
-        teacher_entropy = -_sum_over_ranks(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)
-        student_top = z == _row_maximum(z, shard)
-        teacher_top = z_teacher == _row_maximum(z_teacher, shard)
+            divergence = divergence + weight * f.sum(-1).clamp_min(0)
+        teacher_entropy = -torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1)
+        student_top = z == z.amax(-1, keepdim=True)
+        teacher_top = z_teacher == z_teacher.amax(-1, keepdim=True)
         # a top token of both models counts 1, of one model 2: the sum is 1 only for one shared, untied top token
         top_count = (student_top | teacher_top).sum(-1) + (student_top ^ teacher_top).sum(-1)
-        agreement = _sum_over_ranks(top_count.to(z.dtype), shard) == 1
-        teacher_label = zeros if targets is None else _at_labels(log_t, targets, shard)
+        agreement = top_count == 1
+        teacher_label = zeros if targets is None else _at_labels(log_t, targets)
     return request.stats(
         divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label
     )

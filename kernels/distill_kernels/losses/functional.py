@@ -100,7 +100,7 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
         hidden: [..., H], of a dtype as `FusedDistillationLoss.forward` takes it; gets a gradient.
         weight: [V, H] of the head; gets a gradient.
         labels: int64 [...], already shifted: row i of the hidden states predicts labels[i].
-        named: bias [V], lora, logit_scale and softcap of the model; valid_rows, vocab_size, tp_group, ignore_index,
+        named: bias [V], lora, logit_scale and softcap of the model; valid_rows, vocab_size, ignore_index,
             max_workspace_mib: as of `FusedCrossEntropyLoss`.
 
     Returns:

@@ -18,11 +18,10 @@ from distill_kernels.losses.accumulate import WeightGradient
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_row_loss
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads, RowCall
-from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
+from distill_kernels.losses.plan import CHUNK_ROWS, Plan, plan_chunks
 from distill_kernels.losses.policy_kernel import launch_policy_row_loss
-from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, matmul_fp32, project
+from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, project
 from distill_kernels.losses.row_kernel import launch_row_loss
-from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
 from distill_kernels.losses.topk_select import select_student_top_k
@@ -77,7 +76,6 @@ def fused_linear_divergence(
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
-    shard: VocabShard | None = None,
     descriptors: bool = True,
 ) -> LossOutput:
     """Compute `linear_divergence` by Triton kernels and cuBLAS, without a host sync; arguments as there (linear.py).
@@ -99,17 +97,13 @@ def fused_linear_divergence(
     weight_16_bit = torch.float32 not in (head.weight.dtype, dtype)
     if workspace is not None and isinstance(teacher, Mixture):  # the mixer allocates one or two more buffers of a chunk
         workspace //= 3 if required.stats and temperature != 1.0 else 2
-    rank_sums = None if shard is None else _AsyncRankSums(shard.ranks)
-    weight_rows = head.weight.shape[0] if shard is None else shard.max_columns
-    memory_bytes = device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES
-    shard = shard or VocabShard.whole(vocab)
     plan = plan_chunks(
         count,
-        shard.max_columns,
+        vocab,
         logit_bytes=logit_dtype.itemsize,
         models=models,
-        weight_bytes=weight_rows * head.weight.shape[1] * head.weight.element_size() if required.weight else 0,
-        memory_bytes=memory_bytes,
+        weight_bytes=head.weight.numel() * head.weight.element_size() if required.weight else 0,
+        memory_bytes=device_facts(device).memory_bytes,
         workspace=workspace,
         weight_16_bit=weight_16_bit,
     )
@@ -121,7 +115,7 @@ def fused_linear_divergence(
         Transform(objective.teacher_scale, objective.teacher_softcap, temperature, teacher_both),
     )
 
-    allocate = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # skipped rows stay 0
+    allocate = torch.empty if batch.rows is None and batch.lse is None else torch.zeros  # skipped rows stay 0
     loss_and_stats = allocate(
         (1 + (len(TokenStats._fields) if required.stats else 0), n), dtype=torch.float32, device=device
     )
@@ -151,7 +145,6 @@ def fused_linear_divergence(
             temperature,
             at_temperature_1=teacher_both,
             descriptors=descriptors,
-            shard=shard,
         )
 
     def select_rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -177,7 +170,7 @@ def fused_linear_divergence(
                 batch.row_scale[argument_rows],
                 rows,
                 batch.lse[start:stop],
-                shard.vocab,
+                vocab,
                 objective.hard_weight,
                 objective.label_smoothing,
                 objective.z_loss,
@@ -236,7 +229,6 @@ def fused_linear_divergence(
             loss[argument_rows],
             None if stats is None else stats[:, argument_rows],
             student_logits.values.view(dtype) if required.gradient else None,
-            shard,
         )
         lse = row_loss(student_logits, teacher_logits, objective, call)
         if lse is not None and teacher is None and not required.gradient:
@@ -253,12 +245,6 @@ def fused_linear_divergence(
         if d_hidden is None:
             return
         hidden_rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
-        if rank_sums is not None:
-            d_x = matmul_fp32(g, student.weight, g.new_empty(g.shape[0], hidden.shape[1], dtype=torch.float32))
-            if g_lora is not None and student.lora_a is not None:
-                d_x += matmul_fp32(g_lora, student.lora_a, torch.empty_like(d_x))
-            rank_sums.add(d_x, functools.partial(_store_rows, d_hidden, hidden_rows))
-            return
         target = d_hidden[start:stop] if batch.rows is None and d_hidden.dtype == dtype else None
         d_x = torch.mm(g, student.weight, out=target)
         if g_lora is not None and student.lora_a is not None:
@@ -277,7 +263,7 @@ def fused_linear_divergence(
             for offset in range(0, start - group_start, CHUNK_ROWS):
                 block = g[offset : offset + CHUNK_ROWS]
                 backpropagate_rows(block, group_start + offset, group_start + offset + block.shape[0])
-            if required.weight and vocab:
+            if required.weight:
                 buffers.extra = None  # frees the memory that dW is planned to take
                 x = masked_hidden(group_start, start)
                 weight_sum.add(g, x)
@@ -285,14 +271,6 @@ def fused_linear_divergence(
     d_weight = weight_sum.total
     if required.weight and d_weight is None:
         d_weight = torch.zeros_like(head.weight)
-    if rank_sums is not None:
-        rank_sums.finish()
-        rank_sums.ranks.all_reduce_(loss_and_stats)
-        if stats is not None:
-            # counts of top tokens become 1 or 0, see row_functions.agreement_part
-            stats[TokenStats._fields.index("agreement")].eq_(1.0)
-        if d_a is not None:
-            rank_sums.ranks.all_reduce_(d_a)
 
     def in_parameter_dtype(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
         """Return `gradient` in the shape and dtype of its parameter `like`, with zeros for columns beyond V."""
@@ -312,25 +290,6 @@ def fused_linear_divergence(
         in_parameter_dtype(d_b, head.lora_b),
         torch.cat(row_lse) if row_lse else None,
     )
-
-
-class _AsyncRankSums:
-    """All-reduces of dx in fp32, each overlapped with the computation of the next block of rows."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.pending: Callable[[], object] = lambda: None
-
-    def add(self, d_x: torch.Tensor, store: Callable[[torch.Tensor], object]) -> None:
-        """Start the all-reduce of `d_x`; `store` is called with the sum once the next one has started."""
-        wait = self.ranks.all_reduce_async(d_x)
-        self.finish()
-        self.pending = lambda: (wait(), store(d_x))
-
-    def finish(self) -> None:
-        """Wait for the last all-reduce and store its sum."""
-        self.pending()
-        self.pending = lambda: None
 
 
 def _store_rows(d_hidden: torch.Tensor, hidden_rows: slice | torch.Tensor, d_x: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ from distill_kernels.losses.divergence import RowRequest, RowResult, reference_r
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.policy_reference import reference_policy_rows
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_reference import reference_student_top_k_rows, reference_top_k_rows
 
@@ -87,7 +86,6 @@ def linear_divergence(
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
-    shard: VocabShard | None = None,
 ) -> LossOutput:
     """Compute the loss of every row and the required gradients of their sum.
 
@@ -100,21 +98,14 @@ def linear_divergence(
         vocab: number of columns that count; the others are padding.
         dtype: dtype of the GEMMs' operands.
         workspace: bytes for the logits' buffers, or None to choose.
-        shard: the heads are the rows that this rank holds of them, of which `vocab` count. What does not belong to
-            those rows (loss, statistics, gradients of hidden states and LoRA A) comes back summed over the ranks.
     """
-    columns = vocab if shard is None else shard.vocab
-    check_values(batch, columns, labels_count=objective.hard_weight != 0.0 or required.stats)
-    if shard is not None and batch.labels is not None:
-        batch = batch._replace(labels=shard.local_labels(batch.labels))
+    check_values(batch, vocab, labels_count=objective.hard_weight != 0.0 or required.stats)
     path = reference_linear_divergence
     if runs_on_triton(student.hidden) and dtype != torch.float64:
         from distill_kernels.losses.fused import fused_linear_divergence as path
     # dtypes are chosen here, once; autocast would change those of products inside
     with torch.autocast(student.hidden.device.type, enabled=False):
-        return path(
-            student, teacher, batch, objective, required, vocab=vocab, dtype=dtype, workspace=workspace, shard=shard
-        )
+        return path(student, teacher, batch, objective, required, vocab=vocab, dtype=dtype, workspace=workspace)
 
 
 def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
@@ -137,21 +128,20 @@ def reference_linear_divergence(
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
-    shard: VocabShard | None = None,
 ) -> LossOutput:
     """Compute `linear_divergence` in plain PyTorch, chunk by chunk: the specification, and the path of CPU tensors.
 
     Products and row arithmetic run in fp32 (fp64 where `dtype` is fp64), whatever the inputs' dtype. `workspace`
-    bounds the bytes of one chunk's logits. With `shard`, labels are `VocabShard.local_labels`.
+    bounds the bytes of one chunk's logits.
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = HeadGradients(student, required, vocab, accumulate_dtype, shard)
+    sums = HeadGradients(student, required, vocab, accumulate_dtype)
     hidden = student.hidden
     n = student.hidden.shape[0]
     student = student.cut(vocab, accumulate_dtype)
     teacher = None if teacher is None else teacher.cut(vocab, accumulate_dtype)
     elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * accumulate_dtype.itemsize)
-    chunk = min(max(elements // (vocab if shard is None else shard.max_columns), 1), max(n, 1))
+    chunk = min(max(elements // vocab, 1), max(n, 1))
 
     loss = batch.row_scale.new_zeros(n)
     stats = TokenStats(*(hidden.new_zeros(n, dtype=torch.float32) for _ in TokenStats._fields))
@@ -174,7 +164,7 @@ def reference_linear_divergence(
             project(student, x),
             project(teacher, teacher.hidden[here].to(accumulate_dtype)) if isinstance(teacher, Head) else None,
             objective,
-            RowRequest(labels, batch.row_scale[here], required.gradient, required.stats, shard),
+            RowRequest(labels, batch.row_scale[here], required.gradient, required.stats),
         )
         loss[here] = result.loss
         if result.stats is not None:
@@ -189,24 +179,15 @@ class HeadGradients:
     """Gradients of the student's tensors, summed chunk by chunk from those of its logits.
 
     Products take their operands in the dtype of the cut head; sums over chunks are kept in `accumulate_dtype` and
-    returned in the dtypes of the original head. With `shard`, gradients of hidden states and LoRA A are summed over
-    the ranks.
+    returned in the dtypes of the original head.
     """
 
-    def __init__(
-        self,
-        original: Head,
-        required: RequiredGrads,
-        vocab: int,
-        accumulate_dtype: torch.dtype,
-        shard: VocabShard | None = None,
-    ) -> None:
+    def __init__(self, original: Head, required: RequiredGrads, vocab: int, accumulate_dtype: torch.dtype) -> None:
         def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
             return torch.zeros_like(tensor, dtype=accumulate_dtype) if want and tensor is not None else None
 
         self.original = original
         self.vocab = vocab
-        self.shard = shard
         self.hidden = original.hidden.new_zeros(original.hidden.shape) if required.hidden else None
         self.weight = zeros(original.weight, required.weight)
         self.bias = zeros(original.bias, required.bias)
@@ -238,14 +219,10 @@ class HeadGradients:
             d_x = g @ head.weight
             if low is not None and head.lora_a is not None:
                 d_x.addmm_(low, head.lora_a)
-            if self.shard is not None:
-                self.shard.ranks.all_reduce_(d_x)
             self.hidden[here] = d_x.to(self.hidden.dtype)
 
     def results(self) -> tuple[torch.Tensor | None, ...]:
         """Return gradients of hidden states, weight, bias, LoRA A and B in their dtypes; None where not required."""
-        if self.shard is not None and self.lora_a is not None:
-            self.shard.ranks.all_reduce_(self.lora_a)
         sums = (self.hidden, self.weight, self.bias, self.lora_a, self.lora_b)
         return tuple(
             None if total is None or like is None else total.to(like.dtype)

@@ -6,8 +6,7 @@ With shares `w_k >= 0` that add up to 1, teachers' logits `z_k` and temperature 
 
 so that `softmax(z_t / T) = p_t`: every divergence, statistic and gradient then runs as with one teacher whose logits
 are `z_t`. Statistics are those of the mixture at T = 1, `sum_k w_k softmax(z_k)`, which `z_t` of another temperature
-does not tell; they take a second row of logits. Where the vocabulary is cut over ranks (shards.py), a teacher's
-probabilities are those over all ranks' columns.
+does not tell; they take a second row of logits.
 
 This is the arithmetic mixture (ensemble average: Hinton et al., 2015, section 1). The student's
 hidden size may differ from every teacher's, and theirs from each other's.
@@ -23,7 +22,6 @@ import torch
 
 from distill_kernels.losses.divergence import RowRequest, RowResult, log_softmax, reference_rows, transform_logits
 from distill_kernels.losses.operands import Head
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 Rows = slice | torch.Tensor
@@ -109,11 +107,9 @@ def compared_teacher(
     return Mixture(tuple(heads), shares, scales, softcaps), objective
 
 
-def mixed_logits(
-    logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float, shard: VocabShard | None = None
-) -> torch.Tensor:
-    """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V] (one rank's, with `shard`)."""
-    parts = [log_softmax(z / temperature, shard) + math.log(share) for z, share in zip(logits, shares, strict=True)]
+def mixed_logits(logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float) -> torch.Tensor:
+    """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V]."""
+    parts = [log_softmax(z / temperature) + math.log(share) for z, share in zip(logits, shares, strict=True)]
     mixed = parts[0]
     for part in parts[1:]:
         mixed = torch.logaddexp(mixed, part)
@@ -143,11 +139,10 @@ def reference_mixture_rows(
         for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
     ]
     objective = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
-    shard = request.shard
-    mixed = mixed_logits(logits, mixture.shares, objective.temperature, shard)
+    mixed = mixed_logits(logits, mixture.shares, objective.temperature)
     if not request.with_stats or objective.temperature == 1.0:
         return reference_rows(student_raw, mixed, objective, request)
-    at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0, shard)
+    at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0)
     only_stats = request._replace(with_gradient=False)
     no_stats = request._replace(with_stats=False)
     stats = reference_rows(student_raw.clone(), at_temperature_1, objective, only_stats).stats

@@ -6,8 +6,7 @@ in, row by row: with `a` and `b` the log-probabilities of both at temperature T 
     z = T log((1 - u) exp(a) + u exp(b))
 
 kept relative to each tile's maximum as any logits are (projection.py), so that the row kernels see no difference. Only
-shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums, joined over
-the ranks that share the vocabulary (shards.py) before each newcomer: two fp32 numbers a token.
+shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums.
 
 Bytes a row and further teacher, 16-bit logits: 4 V read, 2 V written.
 """
@@ -26,7 +25,6 @@ from distill_kernels.losses.operands import RowCall
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
 from distill_kernels.losses.row_functions import load_tiles
 from distill_kernels.losses.row_kernel import launch_row_loss, row_normalisers
-from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
 
 
@@ -77,17 +75,16 @@ def _mix_kernel(
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
 
 
-def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard) -> Logits:
+def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float) -> Logits:
     """Replace the rows of `mixed` by `(1 - share) mixed + share other`, probabilities at `temperature`.
 
-    `total` of both must hold sums at that temperature. They are the columns of `shard`, maybe none.
+    `total` of both must hold sums at that temperature.
 
     Args:
         mixed: the running mixture, [n, V].
         other: the next teacher, [n, V].
         share: weight of the next teacher in the new mixture, in (0, 1).
         temperature: T of the probabilities that are mixed.
-        shard: column ranges over the ranks.
 
     Returns:
         The mixture in the memory of `mixed.values`; its `total_hard` is its `total`.
@@ -99,8 +96,7 @@ def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float,
     total = torch.empty_like(mixed.total)
     if n:
         flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
-        norms = join_normalisers(shard.ranks.all_gather(row_normalisers(mixed, other, temperature, **flags)))[1::3]
-    if n and vocab:
+        norms = row_normalisers(mixed, other, temperature, **flags)[1::3]
         _mix_kernel[(n,)](
             (mixed.values, mixed.shift),
             (other.values, other.shift),
@@ -131,7 +127,6 @@ class TeacherMixer:
         temperature: softmax temperature T of the divergences.
         at_temperature_1: also make the mixture at temperature 1, for statistics where T differs.
         descriptors: True to allow the fused projection, see `project`.
-        shard: column ranges over the ranks.
     """
 
     def __init__(
@@ -144,9 +139,7 @@ class TeacherMixer:
         *,
         at_temperature_1: bool,
         descriptors: bool,
-        shard: VocabShard,
     ) -> None:
-        self.shard = shard
         self.mixture = mixture
         self.temperature = temperature
         self.descriptors = descriptors
@@ -180,9 +173,9 @@ class TeacherMixer:
                 other = Logits(self.values[0, :n], *(part[:n] for part in self.numbers))
                 project(head, pick(head.hidden), other, transform, descriptors=self.descriptors)
                 part = share / (seen + share)
-                mixed = mix_in_place(mixed, other, part, self.temperature, self.shard)
+                mixed = mix_in_place(mixed, other, part, self.temperature)
                 if hard is not None:
-                    hard = mix_in_place(hard, other._replace(total=other.total_hard), part, 1.0, self.shard)
+                    hard = mix_in_place(hard, other._replace(total=other.total_hard), part, 1.0)
             seen += share
         return mixed, hard
 

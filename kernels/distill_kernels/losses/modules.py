@@ -6,7 +6,6 @@ All modules take the same tensors (see `FusedDistillationLoss.forward`); only th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -95,7 +94,6 @@ class FusedDistillationLoss(nn.Module):
         vocab_size: int | None = None,
         return_stats: bool = False,
         teachers: Sequence[TeacherHead] | None = None,
-        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """Compute the loss, and its gradient for the student's tensors if autograd requires it.
 
@@ -118,15 +116,6 @@ class FusedDistillationLoss(nn.Module):
             return_stats: return `(loss, TokenStats)`.
             teachers: several teachers in place of `teacher_hidden`, `teacher_weight` and `teacher_bias`: the divergence
                 is from the mixture of their probabilities at the temperature. Each brings its own scale and soft cap.
-            tp_group: process group or 1-D DeviceMesh over which the vocabulary of the heads is sharded (tensor
-                parallelism). Every rank passes its own rows of weights, biases and LoRA B, in rank order (plain tensors
-                or DTensors of `Shard(0)`), and the same hidden states, labels, counts and settings; it gets the whole
-                loss, the gradients of its own rows, and the summed gradients of hidden states and LoRA A. `vocab_size`
-                counts columns of the whole vocabulary. Ranks may hold different numbers of rows, and all heads must be
-                cut at the same columns. For plain tensors the ranks exchange the numbers of rows at the first call (one
-                host sync). Without `tp_group`, DTensors over a mesh of the single dimension "tp" are taken as tensor
-                parallel (plain tensors among them as whole), all others are refused: the weight of an FSDP2-sharded
-                head is gathered by its own module, see `head_loss`.
 
         Returns:
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
@@ -150,7 +139,7 @@ class FusedDistillationLoss(nn.Module):
             valid_rows,
             vocab_size,
         )
-        return fused_loss(self._settings(), inputs, return_stats, teachers=teachers, tp_group=tp_group)
+        return fused_loss(self._settings(), inputs, return_stats, teachers=teachers)
 
     def _settings(self) -> LossSettings:
         return LossSettings(
@@ -286,7 +275,6 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
         return_stats: bool = False,
-        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """Compute the loss; arguments as in `FusedDistillationLoss.forward`, without the teacher's."""
         return super().forward(
@@ -303,5 +291,4 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
             valid_rows,
             vocab_size,
             return_stats,
-            tp_group=tp_group,
         )

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses.policy_reference import Policy
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import TokenStats
 from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import contiguous_rows
@@ -114,8 +113,6 @@ class RowCall(NamedTuple):
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         stats: fp32 [7, N] with rows in order, or None.
         gradient: [n, V] in the dtype to compute; may be the memory of the student's logits. None: no gradient.
-        shard: column ranges over the ranks; V may be 0, and `labels` count from the first column of this rank
-            (`VocabShard.local_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
     """
 
     labels: torch.Tensor | None
@@ -124,7 +121,6 @@ class RowCall(NamedTuple):
     loss: torch.Tensor
     stats: torch.Tensor | None
     gradient: torch.Tensor | None
-    shard: VocabShard
 
     @property
     def tokens(self) -> tuple[torch.Tensor | None, ...]:

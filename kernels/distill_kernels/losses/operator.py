@@ -21,8 +21,6 @@ from distill_kernels.losses.mixture import Mixture, TeacherHead, compared_teache
 from distill_kernels.losses.operands import Batch, Head, Inputs, RequiredGrads
 from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
-from distill_kernels.losses.sharded_heads import Heads, local_heads
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import differentiable_once, non_view_output
@@ -59,7 +57,6 @@ def linear_divergence_op(
     tail: str,
     student_k: int,
     policy: str,
-    shard: str,
 ) -> list[torch.Tensor]:
     """Return loss ([], or [N] if `per_row`), statistics [7, N] and five gradients; empty where not required."""
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
@@ -71,7 +68,6 @@ def linear_divergence_op(
     own_top = StudentTopK(student_k, tail) if student_k else None
     batch = Batch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled, student_top=own_top)
     student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
-    own = VocabShard.decode(shard) if shard else None
     output = linear_divergence(
         student,
         teacher,
@@ -81,7 +77,6 @@ def linear_divergence_op(
         vocab=vocab,
         dtype=dtype,
         workspace=workspace,
-        shard=own,
     )
     empty = row_scale.new_empty(0)
     stats = empty if output.stats is None else torch.stack(output.stats)
@@ -120,7 +115,7 @@ def _(*inputs):
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     ctx.settings = inputs[11:20]
     ctx.required = inputs[20]
-    ctx.text = inputs[26:30]
+    ctx.text = inputs[26:29]
     ctx.teachers = len(inputs[5])
     ctx.per_row = inputs[19]
     ctx.recompute = inputs[19] and not inputs[20][0]
@@ -246,7 +241,6 @@ def fused_loss(
     top: TopK | StudentTopK | None = None,
     policy: Policy | None = None,
     teachers: Sequence[TeacherHead] | None = None,
-    tp_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
     """Compute a fused loss from its settings and arguments; every loss module calls this.
 
@@ -258,7 +252,6 @@ def fused_loss(
             student's most probable tokens are compared with the teacher's head.
         policy: arguments of a policy-gradient loss, [...], in place of divergences.
         teachers: several teachers, whose mixture is the target.
-        tp_group: the process group over which the vocabulary is sharded.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -273,21 +266,21 @@ def fused_loss(
     expect(not teachers or alone, "teachers", "either teachers or teacher_hidden and teacher_weight", "both")
     # needs no teacher's head, or has them checked one by one
     heads_only = objective if top is None and not several else objective._replace(kinds=())
-    inputs, others, shard, lora = _local_inputs(inputs, tp_group, teachers if teachers and several else ())
-    vocab, dtype = check_arguments(heads_only, inputs, sharded=shard is not None)
+    vocab, dtype = check_arguments(heads_only, inputs)
+    others = tuple(teachers) if teachers and several else ()
+    lora = unpack_lora(inputs.student_lora)
     for number, other in enumerate(others):
         one = inputs._replace(teacher_hidden=other.hidden, teacher_weight=other.weight, teacher_bias=other.bias)
         try:
-            check_arguments(objective, one, sharded=shard is not None)
+            check_arguments(objective, one)
         except ValueError as error:
             raise ValueError(f"teachers[{number}]: {error}") from None
     shape = inputs.student_hidden.shape[:-1]
     if top is not None:
-        most = min(vocab if shard is None else shard.vocab, MAX_TOP_K)
+        most = min(vocab, MAX_TOP_K)
         expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
         top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
     if student_top is not None:
-        expect(shard is None, "tp_group", "None with the student's top k, which takes whole heads", "a group")
         expect(student_top.k <= vocab, "k", f"1 to the {vocab} columns that count", student_top.k)
     if policy is not None:
         check_policy(policy, shape, inputs.student_hidden.device)
@@ -339,12 +332,11 @@ def fused_loss(
             next((each.tail for each in (top, student_top) if each is not None), ""),
             0 if student_top is None else student_top.k,
             "" if policy is None else policy.settings.encode(),
-            "" if shard is None else shard.encode(),
         )
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher, compared = compared_teacher(teacher_heads, mixture, objective)
-        how = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
+        how = {"vocab": vocab, "dtype": dtype, "workspace": workspace}
         batch = Batch(labels, scale, rows, top, no_ignored_rows, policy=policy, student_top=student_top)
         loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, required, how, per_row, lora[2]))
     if down is not None:
@@ -352,19 +344,3 @@ def fused_loss(
     if per_row:
         loss = loss.view(shape)
     return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
-
-
-def _local_inputs(
-    inputs: Inputs, tp_group: Any, teachers: Sequence[TeacherHead]
-) -> tuple[Inputs, tuple[TeacherHead, ...], VocabShard | None, tuple[torch.Tensor | None, torch.Tensor | None, float]]:
-    """Return inputs and teachers with this rank's rows of all heads, the shard, and A, B and scale of the LoRA."""
-    lora_a, lora_b, scale = unpack_lora(inputs.student_lora)
-    names = [name for name in Heads._fields if name in Inputs._fields]
-    given = Heads(**{name: getattr(inputs, name) for name in names}, lora_a=lora_a, lora_b=lora_b)
-    heads, others, shard = local_heads(given, tp_group, inputs.vocab_size, teachers)
-    lora = (heads.lora_a, heads.lora_b, scale)
-    own = {name: getattr(heads, name) for name in names}
-    own |= {"student_lora": None if inputs.student_lora is None else lora}
-    if shard is not None:
-        own |= {"vocab_size": shard.columns}
-    return inputs._replace(**own), others, shard, lora

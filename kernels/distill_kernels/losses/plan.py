@@ -34,7 +34,6 @@ SMALL_CHUNK_COST = 1.2  # on an H100 at 128,256 columns, H 2,048 and 4,096: 128 
 LAST_CHUNK_ROWS = 384  # rows of the buffer beyond a group, so that the group's last chunk is not too small
 MEMORY_DIVISOR = 24  # the buffer takes at most this part of the device's memory
 EXTRA_ROWS_DIVISOR = 512  # extra rows may take this part of the device's memory even where dW is smaller
-SHARED_MEMORY_BYTES = 24 << 30  # assumed memory where ranks, perhaps of unequal memory, must make the same plan
 
 
 class Plan(NamedTuple):

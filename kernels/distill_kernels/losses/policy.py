@@ -8,8 +8,6 @@ its own logits: the forward pass makes loss and gradients with three GEMMs, wher
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from distill_kernels.losses.arguments import Lora, expect
@@ -80,7 +78,6 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
         return_stats: bool = False,
-        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """Compute the loss, and its gradient for the student's tensors if autograd requires it.
 
@@ -91,7 +88,7 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
             old_logprobs: floating [...], log-probabilities of the labels when they were sampled, natural logarithms at
                 the temperature; None for the present ones. Rows that do not count may hold anything.
             reference_logprobs: floating [...], the same under the reference model; needed with a `kl_weight`.
-            student_weight, student_bias, student_lora, token_weights, num_items, valid_rows, vocab_size, tp_group:
+            student_weight, student_bias, student_lora, token_weights, num_items, valid_rows, vocab_size:
                 as in `FusedDistillationLoss.forward`.
             return_stats: return `(loss, TokenStats)`. At the loss's temperature: student_label_logprob,
                 cross_entropy, student_entropy and, of a reference, teacher_label_logprob and k3 as the divergence;
@@ -120,7 +117,7 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
             vocab_size=vocab_size,
         )
         policy = Policy(advantages, old_logprobs, reference_logprobs, s)
-        return fused_loss(self._settings(), inputs, return_stats, policy=policy, tp_group=tp_group)
+        return fused_loss(self._settings(), inputs, return_stats, policy=policy)
 
     def extra_repr(self) -> str:
         return f"{self.policy}, temperature={self.objective.temperature:g}"

@@ -1,7 +1,7 @@
 """Row kernels of policy-gradient losses: relative logits to loss, statistics and, in place, the logits' gradient.
 
 The formulas are in policy_reference.py. A first kernel computes each sampled token's log-probability and, with an
-entropy bonus, the row's entropy, over this rank's columns; ranks that share the vocabulary (shards.py) add up theirs.
+entropy bonus, the row's entropy, over its columns.
 The second computes the row's terms and sweeps its columns once.
 
 The token's logit is computed from its row of the head in fp32, not read from the stored logits: these are rounded
@@ -31,7 +31,6 @@ from distill_kernels.losses.row_functions import (
     to_int32,
 )
 from distill_kernels.losses.row_kernel import row_normalisers
-from distill_kernels.losses.shards import join_normalisers
 from distill_kernels.losses.terms import Objective
 
 BLOCK = 8  # tiles
@@ -279,42 +278,36 @@ def launch_policy_row_loss(
     """
     assert teacher is None and call.labels is not None
     settings = policy.settings
-    shard = call.shard
     gradient = call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
     tempered = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": False, "STATS": False}
-    norms = row_normalisers(student, student, objective.temperature, **tempered)
-    lse = join_normalisers(shard.ranks.all_gather(norms))[1]
+    lse = row_normalisers(student, student, objective.temperature, **tempered)[1]
     parts = torch.zeros(2, n, dtype=torch.float32, device=call.loss.device)
     tiles = cdiv(vocab, TILE)
     entropy = settings.entropy_weight != 0.0
     out = student.values if gradient is None else gradient
-    if vocab:
-        low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())
-        _log_p_kernel[(n,)](
-            tuple(student[:2]),
-            (head.hidden, head.weight, head.bias),
-            (low, head.lora_b),
-            call.tokens,
-            lse,
-            parts,
-            (vocab, shard.vocab, tiles, head.hidden.shape[1], 0 if low is None else low.shape[1]),
-            (student.values.stride(0), parts.stride(0)),
-            tuple((0, 0) if each is None else each.stride() for each in (head.hidden, head.weight, low, head.lora_b)),
-            1.0 / objective.temperature,
-            (objective.student_scale, objective.student_softcap or 1.0, head.lora_scale),
-            ENTROPY=entropy,
-            DEPTH=DEPTH,
-            TILE=TILE,
-            BLOCK=BLOCK,
-            num_warps=8 if entropy else 4,
-            **objective.transform_flags,
-        )
-    shard.ranks.all_reduce_(parts)
-    if vocab == 0:
-        return
+    low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())
+    _log_p_kernel[(n,)](
+        tuple(student[:2]),
+        (head.hidden, head.weight, head.bias),
+        (low, head.lora_b),
+        call.tokens,
+        lse,
+        parts,
+        (vocab, vocab, tiles, head.hidden.shape[1], 0 if low is None else low.shape[1]),
+        (student.values.stride(0), parts.stride(0)),
+        tuple((0, 0) if each is None else each.stride() for each in (head.hidden, head.weight, low, head.lora_b)),
+        1.0 / objective.temperature,
+        (objective.student_scale, objective.student_softcap or 1.0, head.lora_scale),
+        ENTROPY=entropy,
+        DEPTH=DEPTH,
+        TILE=TILE,
+        BLOCK=BLOCK,
+        num_warps=8 if entropy else 4,
+        **objective.transform_flags,
+    )
     with_kl = policy.reference_logprobs is not None and settings.kl_weight != 0.0
     _policy_kernel[(n,)](
         tuple(student[:2]),
@@ -336,7 +329,7 @@ def launch_policy_row_loss(
         K3=with_kl and settings.kl_estimator == "k3",
         ENTROPY=entropy,
         GRADIENT=gradient is not None,
-        OWNS_ROW_TERMS=shard.owns_row_terms,
+        OWNS_ROW_TERMS=True,
         TILE=TILE,
         BLOCK=BLOCK,
         num_warps=8,

@@ -31,7 +31,6 @@ from distill_kernels.losses.divergence import (
     RowResult,
     _add_at_labels_,
     _at_labels,
-    _sum_over_ranks,
     log_softmax,
     transform_logits,
 )
@@ -136,19 +135,18 @@ def reference_policy_rows(
     student_entropy and student_label_logprob; with a reference also teacher_label_logprob, and k3 as the divergence.
     """
     targets = request.targets
-    shard = request.shard
     assert teacher_raw is None and targets is not None
     settings = policy.settings
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
-    all_log_p = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z, shard)
-    log_p = _at_labels(all_log_p, targets, shard)
+    all_log_p = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z)
+    log_p = _at_labels(all_log_p, targets)
     p = all_log_p.exp()
     loss, slope = reference_policy_terms(log_p, policy)
     entropy = log_p.new_zeros(log_p.shape)
     products = None
     if settings.entropy_weight or request.with_stats:
         products = torch.where(p > 0, p * all_log_p, 0.0)
-        entropy = -_sum_over_ranks(products.sum(-1), shard)
+        entropy = -products.sum(-1)
     loss = torch.where(request.counted, (loss - settings.entropy_weight * entropy) * request.row_scale, 0.0)
     gradient = None
     if request.with_gradient:

@@ -74,8 +74,8 @@ class HardLabelRows(NamedTuple):
     Attributes:
         labels, row_scale: labels, int64, and loss factors, fp32, of all tokens, [N].
         rows: indices of these rows among the tokens, int64 [n]; None: the first n of what is passed.
-        lse: log sum of exponentials of each row at T = 1 over the columns of all ranks, fp32 [n].
-        vocab: columns of all ranks.
+        lse: log sum of exponentials of each row at T = 1, fp32 [n].
+        vocab: columns.
         weight, smoothing, z_loss: settings of the hard-label term.
     """
 
@@ -117,8 +117,6 @@ def project(
         hard: labels and settings of a hard-label gradient, or None.
         descriptors: allow the fused kernel.
     """
-    if out.values.shape[1] == 0:  # a rank without columns
-        return
     candidate = CUBLAS
     launch = functools.partial(_project, head, hidden, out, transform, hard)
     facts = device_facts(hidden.device)

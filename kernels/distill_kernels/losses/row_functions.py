@@ -8,7 +8,6 @@ from __future__ import annotations
 from distill_kernels.launch import HAS_TRITON, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal, reciprocal
 from distill_kernels.losses import DIVERGENCES, divergence
-from distill_kernels.losses.shards import ON_ANOTHER_RANK
 
 CODES = list(DIVERGENCES)  # a divergence is its place in kernels, which take no strings
 if HAS_TRITON:
@@ -19,7 +18,7 @@ if HAS_TRITON:
     SKEW_REVERSE_KL = tl.constexpr(CODES.index("skew_reverse_kl"))
     TVD = tl.constexpr(CODES.index("tvd"))
     MAX_LOG_RATIO = tl.constexpr(divergence.MAX_LOG_RATIO)
-    OTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
+    OTHER_RANK = tl.constexpr(-2)  # a label of columns that are not here; launchers always pass all columns
 
 
 @triton.jit

@@ -1,9 +1,8 @@
 """Row kernel: relative logits of both models to losses, statistics and, in place, the student's gradient.
 
-A small kernel reduces the tiles' shifts and totals to the normalisers of a row over this rank's columns; ranks that
-share the vocabulary (shards.py) combine theirs. Then one program a row sweeps its columns: with `l = log p`
-and `p = exp(l)` of both models per element, the table in divergence.py gives `f` and `g`. Divergences whose `sum(g)` is
-not known beforehand (all but forward KL) take one more sweep first, whose sums are added up over the ranks.
+A small kernel reduces the tiles' shifts and totals to the normalisers of a row. Then one program a row sweeps its
+columns: with `l = log p` and `p = exp(l)` of both models per element, the table in divergence.py gives `f` and `g`.
+Divergences whose `sum(g)` is not known beforehand (all but forward KL) take one more sweep first.
 
 Bytes a row, 16-bit logits: 4 V read and 2 V written; twice the reads with the extra sweep.
 """
@@ -33,7 +32,6 @@ from distill_kernels.losses.row_functions import (
     to_int32,
     weighted_divergences,
 )
-from distill_kernels.losses.shards import join_normalisers
 from distill_kernels.losses.terms import Objective
 
 MOST_THREADS = 1024  # of a program
@@ -318,7 +316,7 @@ def _row_kernel(
 
 
 def row_normalisers(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
-    """Return the normalisers of both models' rows over this rank's columns (perhaps none), fp32 [6, n].
+    """Return the normalisers of both models' rows, fp32 [6, n].
 
     Args:
         student: relative logits, [n, V].
@@ -328,20 +326,18 @@ def row_normalisers(student: Logits, other: Logits, temperature: float, **flags:
     """
     n, vocab = student.values.shape
     norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
-    # a rank may own no columns; its -inf leave the others' sums as they are
-    if vocab:
-        tiles = cdiv(vocab, TILE)
-        _row_normalisers_kernel[(n,)](
-            student[1:],
-            other[1:],
-            norms,
-            tiles,
-            norms.stride(0),
-            1.0 / temperature,
-            **flags,
-            TILES=next_power_of_2(tiles),
-            num_warps=1,
-        )
+    tiles = cdiv(vocab, TILE)
+    _row_normalisers_kernel[(n,)](
+        student[1:],
+        other[1:],
+        norms,
+        tiles,
+        norms.stride(0),
+        1.0 / temperature,
+        **flags,
+        TILES=next_power_of_2(tiles),
+        num_warps=1,
+    )
     return norms
 
 
@@ -354,7 +350,6 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         objective: terms of the loss and its settings.
         call: labels, scales and outputs.
     """
-    shard = call.shard
     n, vocab = student.values.shape
     if n == 0:
         return call.loss.new_empty(0)
@@ -365,56 +360,44 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         "HAS_TEACHER": teacher is not None,
         "STATS": call.stats is not None,
     }
-    norms = join_normalisers(shard.ranks.all_gather(row_normalisers(student, other, objective.temperature, **flags)))
+    norms = row_normalisers(student, other, objective.temperature, **flags)
     # Without a gradient nothing is stored, and the kernel gets any valid pointer.
     out = student.values if call.gradient is None else call.gradient
-    sums = None
     subtract_sum = call.gradient is not None and objective.subtract_sum
-
-    def launch(*, only_sums: bool = False) -> None:
-        if vocab == 0:
-            return
-        # With two sweeps, wide steps (32 tiles, 32 warps) leave one row at a time on a multiprocessor, so that more of
-        # each row is still in L2 when the second sweep comes. A single sweep finds nothing there and takes narrow ones.
-        most = TWO_SWEEPS if call.stats is None else TWO_SWEEPS // 2  # whose sums take registers
-        block = min(most, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if subtract_sum else ONE_SWEEP
-        _row_kernel[(n,)](
-            tuple(student[:2]),
-            tuple(other[:2]),
-            out,
-            call.tokens,
-            call.outputs,
-            (norms, sums),
-            (vocab, shard.vocab, cdiv(vocab, TILE)),
-            (
-                student.values.stride(0),
-                other.values.stride(0),
-                out.stride(0),
-                call.stats_stride,
-                norms.stride(0),
-            ),
-            1.0 / objective.temperature,
-            objective.weights,
-            objective.parameters,
-            objective.divergence_weights,
-            (objective.hard_weight, objective.label_smoothing, objective.z_loss),
-            objective.transform,
-            1.0 if shard.owns_row_terms else 0.0,
-            KINDS=objective.codes,
-            STABLE_TOP=objective.stable_top,
-            GRADIENT=call.gradient is not None,
-            SUBTRACT_SUM=subtract_sum,
-            ONLY_SUMS=only_sums,
-            TILE=TILE,
-            BLOCK=block,
-            num_warps=min(block, MOST_THREADS // device_facts(call.loss.device).warp_size),
-            **flags | objective.hard_label_flags | objective.transform_flags,
-        )
-
-    # sums over shared vocabularies meet between the sweeps, so that the sweeps are two launches
-    if subtract_sum and shard.ranks.size > 1:
-        sums = torch.zeros(3, n, dtype=torch.float32, device=call.loss.device)
-        launch(only_sums=True)
-        shard.ranks.all_reduce_(sums)
-    launch()
+    # With two sweeps, wide steps (32 tiles, 32 warps) leave one row at a time on a multiprocessor, so that more of
+    # each row is still in L2 when the second sweep comes. A single sweep finds nothing there and takes narrow ones.
+    most = TWO_SWEEPS if call.stats is None else TWO_SWEEPS // 2  # whose sums take registers
+    block = min(most, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if subtract_sum else ONE_SWEEP
+    _row_kernel[(n,)](
+        tuple(student[:2]),
+        tuple(other[:2]),
+        out,
+        call.tokens,
+        call.outputs,
+        (norms, None),
+        (vocab, vocab, cdiv(vocab, TILE)),
+        (
+            student.values.stride(0),
+            other.values.stride(0),
+            out.stride(0),
+            call.stats_stride,
+            norms.stride(0),
+        ),
+        1.0 / objective.temperature,
+        objective.weights,
+        objective.parameters,
+        objective.divergence_weights,
+        (objective.hard_weight, objective.label_smoothing, objective.z_loss),
+        objective.transform,
+        1.0,  # the program adds the terms of a row that belong to no column
+        KINDS=objective.codes,
+        STABLE_TOP=objective.stable_top,
+        GRADIENT=call.gradient is not None,
+        SUBTRACT_SUM=subtract_sum,
+        ONLY_SUMS=False,
+        TILE=TILE,
+        BLOCK=block,
+        num_warps=min(block, MOST_THREADS // device_facts(call.loss.device).warp_size),
+        **flags | objective.hard_label_flags | objective.transform_flags,
+    )
     return norms[2]

@@ -6,8 +6,6 @@ arithmetic is in topk_reference.py, its kernel in topk_kernel.py, the choice of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from distill_kernels.losses.arguments import MAX_TOP_K, Lora, check_top_k, checked_direction, expect
@@ -96,7 +94,6 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
         return_stats: bool = False,
-        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """Compute the loss, and its gradient for the student's tensors if autograd requires it.
 
@@ -111,9 +108,6 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             return_stats: return `(loss, TokenStats)`. Its divergence is the loss's, without T^2 but at T; agreement is
                 1 where the teacher's likeliest of the K is the student's likeliest; teacher_entropy and
                 teacher_label_logprob, which K tokens do not tell, are 0.
-            tp_group: process group or 1-D DeviceMesh over which the student's vocabulary is sharded, as in
-                `FusedDistillationLoss.forward`: every rank passes its rows of the head, and the same log-probabilities
-                and ids of the whole vocabulary.
 
         Returns:
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
@@ -140,7 +134,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             vocab_size,
         )
         top = TopK(teacher_ids, logprobs, self.tail)
-        return fused_loss(self._settings(), inputs, return_stats, top=top, tp_group=tp_group)
+        return fused_loss(self._settings(), inputs, return_stats, top=top)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tail={self.tail!r}"

@@ -1,8 +1,7 @@
 """Row kernel for a top-K teacher: the student's relative logits to loss, statistics and gradient, in place.
 
-One program a row; the formulas are in topk_reference.py. topk_shards.py gathers the K logits beforehand from all ranks
-that share the vocabulary, and sums the tail; every rank computes all outcomes, gradients and statistics over its own
-columns. The gradient's sweep runs backwards over the whole row, and the K gradients are scattered over what it wrote.
+One program a row; the formulas are in topk_reference.py. topk_normalisers.py gathers the K logits beforehand and sums
+the tail. The gradient's sweep runs backwards over the whole row, and the K gradients are scattered over what it wrote.
 
 Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, for statistics or
 label smoothing. The teacher's part is 32 to 64 sectors, which is negligible.
@@ -29,8 +28,8 @@ from distill_kernels.losses.row_functions import (
     weighted_divergences,
 )
 from distill_kernels.losses.terms import Objective
+from distill_kernels.losses.topk_normalisers import top_k_normalisers
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, TopK
-from distill_kernels.losses.topk_shards import join_top_k
 
 BLOCK = 16  # tiles
 if HAS_TRITON:
@@ -247,10 +246,9 @@ def launch_top_k_row_loss(
 ) -> None:
     """Launch the top-K row kernel over the n rows of `student`; arguments as in `launch_row_loss`.
 
-    `teacher` is None; `top` holds all tokens, as the labels do, with ids of the whole vocabulary. Overwrites
+    `teacher` is None; `top` holds all tokens, as the labels do. Overwrites
     `student.values` even without a gradient.
     """
-    shard = call.shard
     gradient = call.gradient
     n, vocab = student.values.shape
     if n == 0:
@@ -262,19 +260,16 @@ def launch_top_k_row_loss(
     ids, given, tail, rest = top
     bucket = tail == "bucket"
     at_temperature_1 = objective.temperature != 1.0 and (objective.hard_weight != 0.0 or call.stats is not None)
-    joint = join_top_k(
+    joint = top_k_normalisers(
         student,
         top,
         call.row_scale,
         call.rows,
-        shard,
         temperature=objective.temperature,
         bucket=bucket and bool(objective.kinds),
         at_temperature_1=at_temperature_1,
         block=BLOCK,
     )
-    if vocab == 0:
-        return
     _top_k_kernel[(n,)](
         tuple(student[:2]),
         out,
@@ -297,15 +292,15 @@ def launch_top_k_row_loss(
         objective.divergence_weights[0] / objective.weights[0] if objective.kinds else 0.0,
         (objective.hard_weight, objective.label_smoothing, objective.z_loss),
         objective.transform,
-        shard.vocab,
-        shard.start,
+        vocab,
+        0,  # the first column
         KINDS=objective.codes,
         BUCKET=bucket,
         SAMPLED=tail == "sampled",
         REVERSE="reverse_kl" in objective.kinds,
         TEMPERED=objective.temperature != 1.0,
         GRADIENT=gradient is not None,
-        OWNS_ROW_TERMS=shard.owns_row_terms,
+        OWNS_ROW_TERMS=True,
         TILE=TILE,
         BLOCK=BLOCK,
         LANES=next_power_of_2(k + 1),

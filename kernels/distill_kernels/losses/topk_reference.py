@@ -17,8 +17,6 @@ A given log-probability of `IMPOSSIBLE` is that of a token of probability 0: the
 
 The student's tail is summed over the other tokens, not taken as 1 - P, so a small tail keeps its digits.
 
-Where the vocabulary is cut over ranks (shards.py), the K logits and the tail's normaliser are put together from those
-that hold the columns; every rank then computes all outcomes, and the gradient of its own columns.
 
 Source of the sampled interpretation: Anshumann et al. 2025 (Sparse Logit Sampling, arXiv 2503.16870).
 """
@@ -32,14 +30,11 @@ import torch
 from distill_kernels.losses.divergence import (
     RowRequest,
     RowResult,
-    _row_maximum,
-    _sum_over_ranks,
     log_softmax,
     reference_rows,
     reference_terms,
     transform_logits,
 )
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 TAILS = ("bucket", "renormalize", "sampled")
@@ -86,47 +81,41 @@ class StudentTopK(NamedTuple):
 
 
 class TopKColumns(NamedTuple):
-    """Columns of the K tokens of each row among this rank's logits.
+    """Columns of the K tokens of each row.
 
     Attributes:
-        columns: int64 [n, K], columns of this rank; 0 where it has none.
-        here: bool [n, K], whether this rank holds the token and the entry is used.
+        columns: int64 [n, K]; 0 where the entry is not used, or its id is no token.
+        here: bool [n, K], whether the entry is used and its id is a token.
         used: bool [n, K]: log-probabilities of -inf mark entries without a token.
-        shard: whose columns these are, or None.
     """
 
     columns: torch.Tensor
     here: torch.Tensor
     used: torch.Tensor
-    shard: VocabShard | None
 
     def gather(self, z: torch.Tensor) -> torch.Tensor:
-        """Return `z` [n, V] at each row's K columns, [n, K], from the ranks that hold them; -inf at unused entries."""
-        values = z.gather(-1, self.columns) if z.shape[1] else z.new_zeros(self.columns.shape)
-        values = values.masked_fill(~self.here, 0.0)
-        if self.shard is not None:
-            self.shard.ranks.all_reduce_(values)
+        """Return `z` [n, V] at each row's K columns, [n, K]; -inf at unused entries."""
+        values = z.gather(-1, self.columns).masked_fill(~self.here, 0.0)
         return values.masked_fill(~self.used, -torch.inf)
 
     def add_(self, z: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Add `values` [n, K], or one number, to `z` [n, V] at the K columns, in place."""
         values = torch.where(self.here, values, z.new_zeros(()))
-        return z.scatter_add_(-1, self.columns, values) if z.shape[1] else z
+        return z.scatter_add_(-1, self.columns, values)
 
 
-def top_k_columns(ids: torch.Tensor, given: torch.Tensor, vocab: int, shard: VocabShard | None) -> TopKColumns:
-    """Return the columns of `ids` [n, K] (of the whole vocabulary) among this rank's `vocab`; used ids are in range.
+def top_k_columns(ids: torch.Tensor, given: torch.Tensor, vocab: int) -> TopKColumns:
+    """Return the columns of `ids` [n, K]; used ids of rows that count are below `vocab`.
 
     Args:
         ids: integers [n, K].
         given: the teacher's log-probabilities, [n, K]; -inf marks unused entries.
-        vocab: columns of this rank.
-        shard: whose columns these are, or None.
+        vocab: columns.
     """
     used = given != -torch.inf
-    own = ids.long() - (0 if shard is None else shard.start)
-    here = used & (own >= 0) & (own < vocab)
-    return TopKColumns(torch.where(here, own, 0), here, used, shard)
+    columns = ids.long()
+    here = used & (columns >= 0) & (columns < vocab)
+    return TopKColumns(torch.where(here, columns, 0), here, used)
 
 
 def outcome_log_probs(
@@ -145,21 +134,17 @@ def outcome_log_probs(
         other tokens, [n, V], 0 at the K, or None without a tail.
     """
     z_top = columns_of_k.gather(scaled)
-    shard = columns_of_k.shard
     if top.tail == "renormalize":
         return torch.log_softmax(z_top, -1), torch.log_softmax(given, -1), None
     others = columns_of_k.add_(scaled.clone(), scaled.new_full((), -torch.inf))
     lse_others = torch.logsumexp(others, -1, keepdim=True)
-    if shard is not None:
-        lse_others = torch.logsumexp(shard.ranks.all_gather(lse_others), 0)
     rest = torch.where(lse_others > -torch.inf, (others - lse_others).exp(), 0.0)
     log_s = torch.log_softmax(torch.cat([z_top, lse_others], -1), -1)
     if top.rest is None:
         log_rest = (1 - given.exp().sum(-1, keepdim=True)).clamp_min(0).log()
     else:
         log_rest = top.rest[:, None].to(given.dtype)
-    columns = scaled.shape[1] if shard is None else shard.vocab
-    some_left = columns_of_k.used.sum(-1, keepdim=True) < columns
+    some_left = columns_of_k.used.sum(-1, keepdim=True) < scaled.shape[1]
     return log_s, torch.cat([given, torch.where(some_left, log_rest, -torch.inf)], -1), rest
 
 
@@ -196,7 +181,7 @@ def _over_samples(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the forward KL from sampled weights, [n], and its gradient for the scaled logits, [n, V]."""
     (weight,) = objective.weights
-    log_p = log_softmax(scaled, columns_of_k.shard)
+    log_p = log_softmax(scaled)
     w = given.exp()
     total = w.sum(-1, keepdim=True)
     f = torch.where(w > 0, w * (given - columns_of_k.gather(log_p)), 0.0)
@@ -216,21 +201,18 @@ def reference_top_k_rows(
 ) -> RowResult:
     """Return loss, gradient and statistics of rows whose teacher is K tokens each; `teacher_raw` is None.
 
-    With a shard, ids are those of the whole vocabulary.
-
     Statistics: `divergence` is that of the loss (without the factor T^2), at the loss's temperature; `agreement` is 1
     where the most probable of the K tokens is the student's most probable and neither shares its place with another
     token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
-    shard = request.shard
     counted_rows = request.counted
     hard = objective._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
     result = reference_rows(student_raw, None, hard, request)
     if not objective.kinds:
         return result
     given = top.logprobs.to(student_raw.dtype)
-    columns_of_k = top_k_columns(top.ids, given, student_raw.shape[1], shard)
+    columns_of_k = top_k_columns(top.ids, given, student_raw.shape[1])
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
     scaled = z / objective.temperature
     if top.tail == "sampled":
@@ -245,10 +227,10 @@ def reference_top_k_rows(
     stats = result.stats
     if stats is not None:
         divergence = torch.where(counted_rows, soft * (objective.divergence_weights[0] / objective.weights[0]), 0.0)
-        highest = _row_maximum(z, shard)
+        highest = z.amax(-1, keepdim=True)
         likeliest = given == given.amax(-1, keepdim=True)
         both = (columns_of_k.gather(z) == highest) & likeliest
-        alone = (_sum_over_ranks((z == highest).sum(-1).to(z.dtype), shard) == 1) & (likeliest.sum(-1) == 1)
+        alone = ((z == highest).sum(-1) == 1) & (likeliest.sum(-1) == 1)
         agreement = (both.any(-1) & alone & counted_rows).float()
         stats = stats._replace(divergence=divergence.float(), agreement=agreement)
     return RowResult(loss, gradient, stats)

@@ -22,8 +22,8 @@ import torch
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser
+from distill_kernels.losses.topk_normalisers import others_normaliser
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, TopK
-from distill_kernels.losses.topk_shards import others_normaliser
 
 LEAST_TAIL = 8  # times the epsilon: the least of the teacher's probability outside of the K, which sums resolve
 LIST = 4  # times K, and at least 256: tokens of a row's list

@@ -25,9 +25,7 @@ from torch.nn import functional as F
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import matmul_fp32
-from distill_kernels.matmul.shared_input import joined_gradient, products
-from distill_kernels.operands import adjacent_as_one, differentiable_once, non_view_output
-from distill_kernels.torch_internals import foreach_copy_
+from distill_kernels.operands import differentiable_once, non_view_output
 
 
 def reference_lora_linear(
@@ -91,80 +89,6 @@ class _LoraLinear(torch.autograd.Function):
         return None, None, None, da, db, None, *torch.autograd.grad(x, leaves, dx)
 
 
-def _adapter_input(rows: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
-    """s rows a^T, the factor within the product."""
-    return torch.addmm(rows.new_empty(1), rows, a.t(), beta=0, alpha=scale)
-
-
-def _cast_adapters(adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the adapters' matrices in `dtype`, cast in one kernel."""
-    if all(matrix.dtype == dtype for matrix in adapters):
-        return list(adapters)
-    copies = [torch.empty_like(matrix, dtype=dtype) for matrix in adapters]
-    foreach_copy_(copies, list(adapters))
-    return copies
-
-
-class _LoraLinears(torch.autograd.Function):
-    """Several LoRA layers of the same x with adjacent frozen weights: one product of these each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: Any, biases: Any, scales: Any, *adapters: torch.Tensor) -> Any:
-        count = len(weights)
-        rows = x.reshape(-1, x.shape[-1])
-        ctx.sizes = [len(weight) for weight in weights]
-        ctx.count = count
-        ctx.rows = rows.shape[0]
-        ctx.whole = None
-        ctx.scales = scales
-        ctx.dtypes = [matrix.dtype for matrix in adapters]
-        ctx.claimed = False
-        with torch.autocast(x.device.type, enabled=False):
-            cast = _cast_adapters(adapters, x.dtype)
-            a = torch.cat(cast[:count])
-            ctx.ranks = [len(matrix) for matrix in adapters[:count]]
-            outputs, ctx.joined = products(x, weights, biases)
-            lows = (
-                [_adapter_input(rows, a, scales[0])]
-                if len(set(scales)) == 1
-                else [_adapter_input(rows, matrix, scale) for matrix, scale in zip(cast[:count], scales, strict=True)]
-            )
-            each = lows if len(lows) == count else lows[0].split(ctx.ranks, 1)
-            for out, low, b in zip(outputs, each, cast[count:], strict=True):
-                out.reshape(-1, out.shape[-1]).addmm_(low, b.t())
-        ctx.save_for_backward(x, a, *weights, *cast[count:], *each)
-        return outputs
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        (x, a, *more) = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        count = ctx.count
-        weights = more[:count]
-        bs = more[count : 2 * count]
-        lows = more[2 * count :]
-        rows = x.reshape(-1, x.shape[-1])
-        flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream)}
-        whole = joined_gradient(ctx, flat)
-        d_low = rows.new_empty(rows.shape[0], a.shape[0])
-        for place, part in enumerate(d_low.split(ctx.ranks, 1)):
-            torch.addmm(part, flat[place], bs[place], beta=0, alpha=ctx.scales[place], out=part)
-        dx = None
-        if need[0]:
-            weight = adjacent_as_one(weights)
-            if whole is not None and weight is not None:
-                dx = whole @ weight
-            else:
-                dx = flat[0] @ weights[0]
-                for place in range(1, count):
-                    dx.addmm_(flat[place], weights[place])
-            dx = dx.addmm_(d_low, a).view(x.shape)
-        d_as = _matmul_accumulated(d_low.t(), rows, ctx.dtypes[0]).split(ctx.ranks)
-        d_bs = [_matmul_accumulated(flat[place].t(), lows[place], ctx.dtypes[count + place]) for place in range(count)]
-        return dx, None, None, None, *(d if n else None for d, n in zip((*d_as, *d_bs), need[4:], strict=True))
-
-
 def _matmul_accumulated(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`left right` accumulated in float32 (float64 for float64), in `dtype`."""
     if left.dtype == torch.float64:
@@ -194,34 +118,6 @@ def lora_linear(
     """
     _check(x, weight, bias, a, b)
     return _LoraLinear.apply(None, weight, bias, a, b, float(scale), x)
-
-
-def lora_linears(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    adapters: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
-) -> tuple[torch.Tensor, ...]:
-    """`lora_linear` of several layers that read the same x, whose weights lie side by side, as one node of autograd.
-
-    Args:
-        x: Input, [..., I], in the dtype of the weights.
-        weights: each [O_i, I], frozen; see `adjacent_as_one`.
-        biases: each [O_i] or None.
-        adapters: A, B and scale of each; all A in one dtype.
-
-    Returns:
-        Each [..., O_i], columns of one matrix.
-
-    Raises:
-        ValueError: as `lora_linear`.
-    """
-    for weight, bias, (a, b, _) in zip(weights, biases, adapters, strict=True):
-        _check(x, weight, bias, a, b)
-    matrices = [pair[at] for at in (0, 1) for pair in adapters]
-    scales = tuple(float(scale) for *_, scale in adapters)
-    outputs: tuple[torch.Tensor, ...] = _LoraLinears.apply(x, list(weights), list(biases), scales, *matrices)
-    return outputs
 
 
 def lora_linear_recomputed(

@@ -29,7 +29,7 @@ from distill_kernels.matmul.siblings import compute_dtype
 from distill_kernels.operands import adjacent_as_one, differentiable_once
 from distill_kernels.torch_internals import foreach_copy_
 
-_NODES = ("_SharedLinearBackward", "_LoraLinearsBackward")
+_NODE = "_SharedLinearBackward"
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 
 
@@ -175,7 +175,7 @@ def gradient_slots(*outputs: torch.Tensor) -> GradientSlots | None:
         place = output.output_nr
         while node is not None and node.name() in _VIEWS:
             node, place = node.next_functions[0]
-        if node is None or node.name() not in _NODES or not node.joined or node.claimed:
+        if node is None or node.name() != _NODE or not node.joined or node.claimed:
             return None
         found.append((node, place))
     if any(node is not found[0][0] for node, _ in found):

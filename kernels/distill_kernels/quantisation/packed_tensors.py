@@ -1,4 +1,4 @@
-"""Formats of compressed-tensors, which vLLM and transformers read, and AutoAWQ's layout of one of them.
+"""Formats of compressed-tensors, which vLLM and transformers read.
 
 | format | block | codes | scale | layout |
 |---|---|---|---|---|
@@ -29,7 +29,6 @@ from distill_kernels.quantisation.number_format import Codes, Format, Scales
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MOST = 448.0
 GLOBAL = "global_scale"  # field of stored scales
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight columns in a word, from the lowest bits up
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -46,25 +45,6 @@ def unpack_codes(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     shifts = torch.arange(32 // bits, dtype=torch.int64) * bits
     fields = (packed.long()[..., None] >> shifts) & ((1 << bits) - 1)
     return (fields.flatten(-2)[..., :columns] - (1 << (bits - 1))).to(torch.int8)
-
-
-def pack_awq(codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return integers of 4 bits [N, K] as AutoAWQ lays them out: words [K, N / 8], zero points of 8, scales in fp16."""
-    scale = stored["scale"].t()
-    words = pack_codes(codes.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
-    zeros = pack_codes(torch.zeros_like(scale).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
-    return {"qweight": words, "qzeros": zeros, "scales": scale.to(torch.float16).contiguous()}
-
-
-def unpack_awq(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the values that the tensors of `pack_awq` hold, fp32 [N, K]."""
-    columns = 8 * tensors["qweight"].shape[-1]
-    back = torch.tensor(AWQ_ORDER).argsort()
-    codes = unpack_codes(tensors["qweight"], 4, columns).unflatten(-1, (-1, 8))[..., back].flatten(-2).float()
-    zeros = unpack_codes(tensors["qzeros"], 4, columns).unflatten(-1, (-1, 8))[..., back].flatten(-2).float()
-    scales = tensors["scales"].float()
-    groups = codes.unflatten(0, (len(scales), -1)) - zeros[:, None]
-    return (groups * scales[:, None]).flatten(0, 1).t()
 
 
 class PackedIntegers(Format):

@@ -1,13 +1,8 @@
-"""Collectives for rows with a top-K teacher where the vocabulary is sharded over ranks (shards.py, topk_kernel.py).
+"""Normalisers and the K logits of rows with a top-K teacher, before outcomes and gradients (topk_kernel.py).
 
-Exchanged for each token, before outcomes and gradients:
-
-    4 fp32 numbers, gathered: the student's maximum, its log sum of exps at T and at T = 1, and that of the other tokens
-    K fp32 numbers, summed: the student's logits at the K tokens, each of which one rank holds
-
-Every rank then computes all outcomes. For the bucket the rows are swept here: -inf takes the places of the rank's own
-among the K tokens, and stays held, so that the sweep sees and sums the other tokens only; 2 V bytes a row of 16-bit
-logits are read.
+For each token 4 fp32 numbers, the student's maximum, its log sum of exps at T and at T = 1, and that of the other
+tokens; and K of its logits. For the bucket the rows are swept here: -inf takes the places of the K tokens, and stays
+there, so that the sweep sees and sums the other tokens only; 2 V bytes a row of 16-bit logits are read.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp2
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser, to_int32
-from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.topk_reference import TopK
 
 NORMS = 4  # maximum, log sums of exps at T, at T = 1, and at T of the others
@@ -30,7 +24,7 @@ if HAS_TRITON:
 
 
 class JoinedTopK(NamedTuple):
-    """Normalisers and logits of the K tokens, combined over all ranks.
+    """Normalisers and logits of the K tokens.
 
     Attributes:
         norms: fp32 [4, n], see `NORMS`.
@@ -132,25 +126,23 @@ def _top_k_normalisers_kernel(
         tl.store(norms_ptr + 3 * norms_stride + here, others)
 
 
-def join_top_k(
+def top_k_normalisers(
     student: Logits,
     teacher: TopK,
     row_scale: torch.Tensor,
     rows: torch.Tensor | None,
-    shard: VocabShard,
     *,
     temperature: float,
     bucket: bool,
     at_temperature_1: bool,
     block: int,
 ) -> JoinedTopK:
-    """Combine over the ranks the normalisers and top-K logits of the n rows of `student`.
+    """Return the normalisers and top-K logits of the n rows of `student`.
 
     Args:
-        student: relative logits of this rank's columns, [n, V], V maybe 0. With `bucket`, -inf is written at the ids.
-        teacher: the teacher's tokens and log-probabilities [N, K], with ids of the whole vocabulary.
+        student: relative logits, [n, V]. With `bucket`, -inf is written at the ids.
+        teacher: the teacher's tokens and log-probabilities [N, K].
         row_scale, rows: see `RowCall`.
-        shard: column ranges over the ranks.
         temperature: softmax temperature T of the divergence.
         bucket: sum the other tokens.
         at_temperature_1: the normaliser at T = 1 is needed, and T differs.
@@ -161,29 +153,25 @@ def join_top_k(
     k = ids.shape[1]
     norms = torch.full((NORMS, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)
-    if vocab:
-        tiles = cdiv(vocab, TILE)
-        _top_k_normalisers_kernel[(n,)](
-            tuple(student),
-            (ids, given),
-            row_scale,
-            rows,
-            norms,
-            top,
-            (vocab, shard.vocab, tiles, k),
-            shard.start,
-            (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)),
-            1.0 / temperature,
-            BUCKET=bucket,
-            AT_TEMPERATURE_1=at_temperature_1,
-            OWNS_ROW_TERMS=shard.owns_row_terms,
-            TILE=TILE,
-            BLOCK=block,
-            TILES=next_power_of_2(tiles),
-            LANES=next_power_of_2(k + 1),
-            num_warps=8 if bucket else 4,
-        )
-    arrived = shard.ranks.all_reduce_async(top)
-    norms = join_normalisers(shard.ranks.all_gather(norms), NORMS)
-    arrived()
+    tiles = cdiv(vocab, TILE)
+    _top_k_normalisers_kernel[(n,)](
+        tuple(student),
+        (ids, given),
+        row_scale,
+        rows,
+        norms,
+        top,
+        (vocab, vocab, tiles, k),
+        0,  # the first column
+        (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)),
+        1.0 / temperature,
+        BUCKET=bucket,
+        AT_TEMPERATURE_1=at_temperature_1,
+        OWNS_ROW_TERMS=True,
+        TILE=TILE,
+        BLOCK=block,
+        TILES=next_power_of_2(tiles),
+        LANES=next_power_of_2(k + 1),
+        num_warps=8 if bucket else 4,
+    )
     return JoinedTopK(norms, top)
