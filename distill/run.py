@@ -8,7 +8,7 @@ Mistakes of the user are found before the run's folder exists. Then `<output_dir
     attention.json      the fastest attention back ends on this machine; a resumed run keeps them
     kernels.json        kernel configurations that were autotuned on this GPU, if any; a resumed run keeps them
     lock.yaml           everything that metrics depend on: versions, hashes, seeds; `--lock` compares a run with it
-    before.json         held-out metrics and samples from before training, reused by --resume
+    before.json         start of the run; held-out metrics and samples from before training, measured after it
     manifest.json       checksums of these files and of the final ones
     metrics.jsonl       one row per logging step
     checkpoint-N/       always complete; only with train.save_every
@@ -62,7 +62,7 @@ from distill.reports.first_batch_report import first_batch_report
 from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
 from distill.run_phases import Loaded, Opened, Prepared, Start
-from distill.run_results import RunResult, RunResults
+from distill.run_results import Before, RunResult, RunResults
 from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
@@ -88,6 +88,7 @@ from distill.training.step_guard import StepGuard
 from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
+from distill.training.untrained import UntrainedWeights, must_measure_first
 
 __all__ = ["Run", "RunResult", "run"]
 
@@ -321,10 +322,14 @@ class Run:
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         results = RunResults(prepared.source, pair, trainer, splits, context.precision.autocast, self.run_lock)
-        untrained = results.untrained(resumed=prepared.last is not None)
-        if locked is not None:
+        untrained: Before | UntrainedWeights | None = results.measured_before()  # by this run before it was resumed
+        if untrained is None:
+            if is_main_process():
+                results.write_start()
+            measures_first = must_measure_first(trainer)
+            untrained = results.measure_untrained() if measures_first else UntrainedWeights(trainer.model)
+        if is_main_process():
             record_start(self.run_lock.folder)
-        trainer.add_callback(untrained)
         return Opened(trainer, results, untrained, prepared.last)
 
     def train(self, opened: Opened) -> Opened:
@@ -353,7 +358,11 @@ class Run:
         results = trained.results
         self.run_lock.check()
         with checkpoint_on_failure(trainer):
-            before, answers = trained.untrained.result()
+            if isinstance(trained.untrained, UntrainedWeights):
+                with trained.untrained.exchanged(trainer.model):
+                    before, answers = results.measure_untrained()
+            else:
+                before, answers = trained.untrained
             with console.announced("evaluating", "the trained student"):
                 after = results.held_out()
             reduction = relative_reduction(before, after)

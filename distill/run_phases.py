@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distill.training.lock_file import Plain
     from distill.training.resuming import ResumePlan
     from distill.training.trainer import DistillationTrainer
-    from distill.training.untrained import MeasureUntrained
+    from distill.training.untrained import UntrainedWeights
 
 
 class Start(NamedTuple):
@@ -84,11 +84,11 @@ class Opened(NamedTuple):
     Attributes:
         trainer: Trainer of the student.
         results: Measures the student and writes the results.
-        untrained: Measures the untrained student, now or after the first logged step.
+        untrained: Measurement of the untrained student, or the weights with which it is made after training.
         last: Checkpoint to continue from; None for step 0.
     """
 
     trainer: DistillationTrainer
     results: RunResults
-    untrained: MeasureUntrained[Before]
+    untrained: Before | UntrainedWeights
     last: Path | None

@@ -80,7 +80,7 @@ def _run(folder: Path) -> Iterator[Line]:
     yield noted(folder / LOCK_FILE, lambda: _versions(folder / LOCK_FILE))
     names = _noted_names(folder)
     if (folder / BEFORE_FILE).exists() or BEFORE_FILE in names:
-        yield noted(folder / BEFORE_FILE, lambda: _figures(folder / BEFORE_FILE, "held_out"))
+        yield noted(folder / BEFORE_FILE, lambda: _before(folder / BEFORE_FILE))
     yield noted(folder / METRICS_FILE, lambda: _metrics(folder / METRICS_FILE))
     for path in files(folder):
         yield noted(path, lambda path=path: _rollouts(path))  # type: ignore[misc]
@@ -132,6 +132,13 @@ def _figures(path: Path, *names: str) -> str:
         if not all(value is None or isinstance(value, int | float) for value in found[name].values()):
             raise ValueError(f"{name} holds metrics that are not numbers")
     return f"held-out metrics over {next(iter(found[names[0]].values())):,} tokens"
+
+
+def _before(path: Path) -> str:
+    from distill.reports.run_manifest import START
+
+    measured = not set(json.loads(path.read_text(encoding="utf-8"))) <= set(START)
+    return _figures(path, "held_out") if measured else "not measured yet"
 
 
 def _replies(path: Path) -> str:
