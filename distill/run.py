@@ -36,11 +36,11 @@ from accelerate import PartialState
 from distill_kernels import tuning
 
 from distill.core import console
-from distill.core.ending import end_together
 from distill.core.errors import RunError
 from distill.core.files import write_text
 from distill.core.finished_run import finished_result, require_finished_student
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
+from distill.core.heartbeat import end_together
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -67,8 +67,8 @@ from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
+from distill.training.checkpoints import checkpoint_on_failure
 from distill.training.error_translation import translated
-from distill.training.failure_checkpoint import checkpoint_on_failure
 from distill.training.lock_file import (
     LOCK_FILE,
     Plain,

@@ -181,9 +181,9 @@ def _metrics(path: Path) -> str:
 
 def _checkpoint(path: Path) -> str:
     from distill.core.manifest import MANIFEST
-    from distill.training.checkpoint_validation import fault_of
+    from distill.training.checkpoints import checkpoint_error
 
-    fault = fault_of(path)
+    fault = checkpoint_error(path)
     if fault:
         raise ValueError(fault)
     return "as written" if (path / MANIFEST).is_file() else f"readable; it has no {MANIFEST}"
@@ -199,7 +199,7 @@ def _student(folder: Path) -> str:
     from distill.models.load.read_weights import weights_fault
     from distill.models.loading import load_config
     from distill.recipe import Student
-    from distill.training.checkpoint_validation import not_finite, shapes_of
+    from distill.training.checkpoints import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
     if result and "files" not in result:

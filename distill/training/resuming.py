@@ -28,8 +28,7 @@ from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
 from distill.recipe.resume_policy import FREE, STEP, is_free, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
-from distill.training.checkpoint_validation import find_valid_checkpoint
-from distill.training.checkpoints import CHECKPOINT, checkpoints, unfinished_checkpoints
+from distill.training.checkpoints import CHECKPOINT, checkpoints, find_valid_checkpoint, unfinished_checkpoints
 from distill.training.lock_file import LOCK_FILE, read_lock
 
 SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards

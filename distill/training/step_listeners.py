@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from distill.core.heartbeat import count_micro_batch, watched_training
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe import Loss, Recipe
 from distill.teachers.objective import DistillationObjective
+from distill.training.checkpoints import checkpoints
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.layer_terms import LayerTerms
@@ -29,7 +31,6 @@ from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.transformers_compat import TransformersCompat
-from distill.training.watchdog import RankWatch
 
 if TYPE_CHECKING:
     from distill.core.run_lock import RunLock
@@ -110,6 +111,31 @@ def run_listeners(
     if device.type == "cuda" and (setting is True or (setting and runs_our_kernels(device))):
         found.append(CudaGraphCallback(pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
     return found
+
+
+class RankWatch(StepListener):
+    """Listener that has the heartbeat of this process watch the other ranks while they train.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def training(self) -> AbstractContextManager[None]:
+        """End this process in the context where another rank has stopped or hangs."""
+        return watched_training(self._advice)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count a micro-batch that begins."""
+        if name == "student":
+            count_micro_batch()
+        return nullcontext()
+
+    def _advice(self) -> str:
+        last = checkpoints(self.folder)[-1:]
+        return f"continue from {last[0]} with --resume" if last else "there is no checkpoint"
 
 
 class TrainingMetrics(StepListener):
