@@ -157,12 +157,12 @@ def _rollouts(path: Path) -> str:
 
 
 def _versions(path: Path) -> str:
+    from distill.core.diff_settings import diff_settings
     from distill.core.environment import environment
-    from distill.core.errors import differences
     from distill.training.lock_file import read_lock
 
     here = environment()
-    others = [f"{name} {old}, here {new}" for name, old, new in differences(read_lock(path)["environment"], here)]
+    others = [f"{name} {old}, here {new}" for name, old, new in diff_settings(read_lock(path)["environment"], here)]
     return "; ".join(others) or "the versions are those of this machine"
 
 

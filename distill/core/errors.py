@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NamedTuple, Union, get_args, get_origin
@@ -125,20 +125,6 @@ def expected_got(expected: str, value: object) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its class name where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def differences(
-    locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
-) -> Iterator[tuple[str, object, object]]:
-    """Yield name, old and new value of every setting that differs, in the order of the old mapping."""
-    for key in [*locked, *(key for key in now if key not in locked)]:
-        old = locked.get(key)
-        new = now.get(key)
-        name = f"{prefix}{key}"
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{name}.")
-        elif old != new:
-            yield name, old, new
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
