@@ -29,6 +29,7 @@ from distill.teachers.identity import model_name
 from distill.teachers.opening import ModelPair
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
+from distill.training.untrained import UntrainedWeights, must_measure_first
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
@@ -95,13 +96,28 @@ class RunResults:
             objective=trainer.objective,
         )
 
-    def measured_before(self) -> Before | None:
-        """Return the measurement of the untrained student that this folder has; None where it is still to be made."""
-        measure = self.trainer.objective.measure
-        return broadcast_from_rank0(lambda: read_before(self.folder, measure))
+    def untrained(self) -> Before | UntrainedWeights:
+        """Return the measurement of the untrained student, or the weights with which it is made after training.
 
-    def measure_untrained(self) -> Before:
-        """Measure the student, which has its untrained weights, and write before.json; every process calls it."""
+        Every process calls it, before a checkpoint is loaded and the first step is made.
+        """
+        measure = self.trainer.objective.measure
+        measured = broadcast_from_rank0(lambda: read_before(self.folder, measure))  # by this run before it was resumed
+        if measured is not None:
+            return measured
+        if is_main_process():
+            self._write_before({})
+        return self._measure_untrained() if must_measure_first(self.trainer) else UntrainedWeights(self.trainer.model)
+
+    def before(self, untrained: Before | UntrainedWeights) -> Before:
+        """Return the measurement of the untrained student, after training; every process calls it."""
+        if not isinstance(untrained, UntrainedWeights):
+            return untrained
+        with untrained.exchanged(self.trainer.model):
+            return self._measure_untrained()
+
+    def _measure_untrained(self) -> Before:
+        """Measure the student, which has its untrained weights, and write before.json."""
         pair = self.pair
         recipe = self.recipe
         with console.announced("evaluating", "the student before training, on held-out rows"):
@@ -119,11 +135,8 @@ class RunResults:
             self._write_before({"held_out": held_out, "measure": measure, "answers": answers})
         return before, answers
 
-    def write_start(self) -> None:
-        """Write when, how and where the run was started; the first process calls it before the first step."""
-        self._write_before({})
-
     def _write_before(self, figures: dict[str, Any]) -> None:
+        """Write before.json: start of the run, and the untrained student's figures once it is measured."""
         record = {
             "started": self.run_lock.started,
             "command": shlex.join(["distill", *command_line]) if command_line else None,

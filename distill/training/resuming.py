@@ -113,8 +113,8 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
         if name not in STEP and not is_free(name):
             raise ValueError(
                 f"--resume: {name} differs from {path}: expected {quote(before)}, got {quote(after)}; a resumed run "
-                f"may change {', '.join(FREE)}, and train.batch_size where a step keeps its rows; restore the setting, or "
-                "start a new run with --name"
+                f"may change {', '.join(FREE)}, and train.batch_size where a step keeps its rows; restore the "
+                "setting, or start a new run with --name"
             )
     lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
     since_start = diff_settings(lock.get("recipe", was), now)
