@@ -80,7 +80,7 @@ from distill.training.lock_file import (
 )
 from distill.training.quantise import quantise_for_training
 from distill.training.resuming import resume_point
-from distill.training.step_guard import StepGuard
+from distill.training.step_guard import StoppedBySignal
 from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
@@ -442,13 +442,10 @@ class Run:
         try:
             with without_known_warnings():
                 trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
-        except SystemExit:
-            guard = trainer.listeners.find(StepGuard)
-            step = trainer.state.global_step
-            if not guard.stopping:  # a plugin's
-                raise
+        except StoppedBySignal as stop:
             if is_main_process():
-                console.print_lines(f"stopped by {guard.ended_by_signal} after step {step}; continue with --resume")
+                step = trainer.state.global_step
+                console.print_lines(f"stopped by {stop.signal} after step {step}; continue with --resume")
             raise SystemExit(0) from None
         return opened
 

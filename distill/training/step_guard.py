@@ -41,6 +41,14 @@ log = logging.getLogger(__name__)
 LIMIT = 10
 
 
+class StoppedBySignal(SystemExit):
+    """End of training after the step and the checkpoint that followed a signal; its code is 128 + the number."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(128 + number)
+        self.signal = number.name
+
+
 class StepGuard(StepListener):
     """Listener that guards one trainer's steps.
 
@@ -95,7 +103,7 @@ class StepGuard(StepListener):
 
         Raises:
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
-            SystemExit: SIGTERM or SIGHUP, likewise; code 128 + the signal's number.
+            StoppedBySignal: SIGTERM or SIGHUP, likewise.
             ValueError: Loss or gradients were NaN or infinite in every step.
         """
         with self.stop_on_signals():
@@ -106,7 +114,7 @@ class StepGuard(StepListener):
         elif self.interrupted:
             raise KeyboardInterrupt
         elif self.stopping:
-            raise SystemExit(128 + signal.Signals[self.ended_by_signal])
+            raise StoppedBySignal(signal.Signals[self.ended_by_signal])
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Keep the trainer's state, which tells how many steps it has made at the end."""
