@@ -118,7 +118,6 @@ def quote(value: object) -> str:
 
 
 def expected_got(expected: str, value: object) -> str:
-    """Return `expected ..., got ...`."""
     return f"expected {expected}, got {quote(value)}"
 
 

@@ -104,7 +104,6 @@ def watched_training(advice: Callable[[], str]) -> Iterator[None]:
 
 
 def count_micro_batch() -> None:
-    """Count a micro-batch that this rank begins."""
     if Heartbeat.current is not None:
         Heartbeat.current.begun += 1
 
@@ -162,7 +161,6 @@ class Heartbeat:
         self._seen: dict[int, _Beat] = {}
 
     def start(self) -> None:
-        """Begin to beat."""
         Heartbeat.current = self
         Heartbeat.made += 1
         self._thread.start()

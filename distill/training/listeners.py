@@ -167,9 +167,7 @@ class Listeners:
     # --- of the objective, inside the student's forward
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Return the context of a phase of a step."""
         return self.inside(StepListener.phase, name)
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
-        """Hand a micro-batch's loss to all listeners."""
         self.notify(StepListener.loss_computed, batch, result)

@@ -50,7 +50,6 @@ class StoredRollouts(StepListener):
         self.is_open = (state.global_step + 1) % self.every == 0
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
-        """Record the rollouts of a micro-batch."""
         if self.is_open and isinstance(result, tuple):
             self.add(batch, torch.stack(tuple(result[1])).detach())
 
@@ -123,7 +122,6 @@ class StoredRollouts(StepListener):
 
 
 def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file of one step's rollouts, sorted by their tokens."""
     import pyarrow
     from pyarrow import parquet
 
@@ -141,17 +139,14 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def name_of(step: int) -> str:
-    """Return the name of a step's file."""
     return f"step-{step:08}.parquet"
 
 
 def files(run: Path) -> list[Path]:
-    """Return a run's rollout files, by step."""
     return sorted((run / FOLDER).glob("step-*.parquet"))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of one file."""
     from pyarrow import parquet
 
     return parquet.read_table(file).to_pylist()

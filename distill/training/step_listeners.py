@@ -128,7 +128,6 @@ class RankWatch(StepListener):
         return watched_training(self._advice)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count a micro-batch that begins."""
         if name == "student":
             count_micro_batch()
         return nullcontext()
@@ -151,7 +150,6 @@ class TrainingMetrics(StepListener):
         self.reduce = reduce
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Begin the first interval."""
         self.meter.restart()
 
     def phase(self, name: str) -> AbstractContextManager[object]:
@@ -159,21 +157,17 @@ class TrainingMetrics(StepListener):
         return self.meter.paused() if name == PAUSED else self.meter.phases.measure(name)
 
     def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
-        """Count a micro-batch."""
         self.meter.add(batch, output["statistics"], inputs.weight, output.get("drawn"))
 
     def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool) -> None:
-        """Enter the phase of the optimizer after the last micro-batch."""
         if is_last:
             self.meter.phases.enter("optimizer")
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Enter the phase of the data, and count the step."""
         self.meter.phases.enter("data")
         self.meter.phases.steps += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the interval."""
         return self.meter.read(self.reduce)
 
 
@@ -190,7 +184,6 @@ class TeacherUpdates(StepListener):
         self.objective = objective
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Update a moving-average teacher."""
         self.objective.teacher.update_ema(self.objective.student)
 
     def on_epoch_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -204,7 +197,6 @@ class TeacherUpdates(StepListener):
             self.objective.teacher.save(checkpoint)
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore what training has changed in the teacher."""
         self.objective.teacher.restore(checkpoint)
 
 

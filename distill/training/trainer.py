@@ -238,7 +238,6 @@ class DistillationTrainer(TransformersCompat):
     # ----------------------------------------------------------- checkpoints
 
     def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        """Pass the gradient norm to the listeners."""
         self.listeners.notify(StepListener.gradient_norm_computed, norm)
 
     def writing_checkpoint(self) -> AbstractContextManager[object]:
@@ -246,9 +245,7 @@ class DistillationTrainer(TransformersCompat):
         return self.listeners.phase(PAUSED)
 
     def save_listeners(self, checkpoint: Path) -> None:
-        """Write the listeners' state into a checkpoint."""
         self.listeners.notify(StepListener.save, checkpoint)
 
     def restore_listeners(self, checkpoint: Path) -> None:
-        """Restore the listeners' state from a checkpoint."""
         self.listeners.notify(StepListener.restore, checkpoint)
