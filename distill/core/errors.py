@@ -180,7 +180,8 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
         return " ".join(filter(None, [_meant(field, name) if field else "", alias.cure]))
     near = did_you_mean(name, section)
     everywhere = _paths(model)
-    if near.startswith("known") and (same := [path for path in everywhere if path.rpartition(".")[2] == name]):
+    same = [path for path in everywhere if path.rpartition(".")[2] == name]
+    if near.startswith("known") and same:
         return _meant(" or ".join(same), name)
     return near
 

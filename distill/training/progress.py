@@ -107,8 +107,10 @@ def damage(path: Path) -> list[str]:
     content = path.read_bytes()
     lines = content.splitlines()[: None if content.endswith(b"\n") else -1]
     bad = [str(number) for number, line in enumerate(lines, 1) if _row(line.decode(errors="replace")) is None]
-    faults = [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"] if bad else []
-    return faults or ([fault] if (fault := entry_mismatch(path.parent, path.name)) else [])
+    if bad:
+        return [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"]
+    mismatch = entry_mismatch(path.parent, path.name)
+    return [] if mismatch is None else [mismatch]
 
 
 class ProgressReport(StepListener):

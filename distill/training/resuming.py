@@ -160,7 +160,8 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
             f"--resume: a step of this run has {rows} rows: expected train.batch_size {old.train.batch_size} on "
             f"{plan.processes} processes, got {train.batch_size} on {processes}; continue on {plan.processes} processes"
         )
-    if changes and (why := why_batch_size_stays(plan.recipe)):
+    why = why_batch_size_stays(plan.recipe)
+    if changes and why is not None:
         raise ValueError(
             f"--resume: train.batch_size: expected {old.train.batch_size}, since {why}; got {train.batch_size}; "
             "train.gradient_checkpointing: true saves memory too"

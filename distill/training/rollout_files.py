@@ -74,7 +74,9 @@ class StoredRollouts(StepListener):
         ]
         begin = 0
         for document in documents_of(batch):
-            begin, mine = (end := begin + len(document.labels) - document.labels.count(IGNORE_INDEX)), slice(begin, end)
+            end = begin + len(document.labels) - document.labels.count(IGNORE_INDEX)
+            mine = slice(begin, end)
+            begin = end
             if drawn[mine.start] != drawn[mine.start]:  # NaN: a response of the data set, not sampled
                 continue
             reward, advantage = (None if each is None else each[mine.start] for each in scores)
