@@ -223,25 +223,15 @@ def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tupl
         run_lock.acquire()
     resumed = resume_plan(recipe, folder, processes=world_size())
     last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=unverified))
+    # a finished run without a checkpoint would be repeated from its first step
+    is_over = last is None and broadcast_from_rank0(lambda: finished_result(folder)) is not None
     if is_main_process():
-        print_resume_point(folder, last, [*refused, *resumed.lines()])
-    if is_finished(folder, last):
+        unused = [f"{path} is unfinished and is not used" for path in unfinished_checkpoints(folder)]
+        where = f"continuing from {last}" if last else "no checkpoint yet: starting at step 0"
+        if is_over:
+            where = f"{folder} is finished and has no checkpoint: nothing to train; --name starts another run"
+        for line in [*unused, *refused, *resumed.lines(), where]:
+            console.print_lines(line)
+    if is_over:
         raise SystemExit(0)
     return resumed, last
-
-
-def print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
-    """Print where a resumed run continues, and what is not used."""
-    for path in unfinished_checkpoints(folder):
-        console.print_lines(f"{path} is unfinished and is not used")
-    for line in refused:
-        console.print_lines(line)
-    if is_finished(folder, last):
-        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to train; --name starts another run")
-    else:
-        console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
-
-
-def is_finished(folder: Path, last: Path | None) -> bool:
-    """Return whether a run is finished and has no checkpoint, so that resuming would repeat all of it."""
-    return last is None and finished_result(folder) is not None
