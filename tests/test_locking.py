@@ -176,6 +176,7 @@ LONG = RECIPE.replace("steps: 4,", "steps: 300,").replace("save_every: 2", "save
 START = "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"
 HANGS = """
 import sys
+from distill.core import heartbeat
 heartbeat.SILENT_S = 10.0
 from distill.__main__ import main
 main()
