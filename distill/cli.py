@@ -49,9 +49,9 @@ from distill.commands.arguments import (
     rename_options,
 )
 from distill.core import console, launch, ranks
-from distill.core.ending import announced_refusal
 from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, has_begun, run_folder, runs_folder
+from distill.core.heartbeat import announced_refusal
 from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
 from distill.core.startup import paused_collection

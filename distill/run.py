@@ -8,7 +8,7 @@ Mistakes of the user are found before the run's folder exists. Then `<output_dir
     attention.json      the fastest attention back ends on this machine; a resumed run keeps them
     kernels.json        kernel configurations that were autotuned on this GPU, if any; a resumed run keeps them
     lock.yaml           everything that metrics depend on: versions, hashes, seeds; `--lock` compares a run with it
-    before.json         held-out metrics and samples from before training, reused by --resume
+    before.json         start of the run; held-out metrics and samples from before training, measured after it
     manifest.json       checksums of these files and of the final ones
     metrics.jsonl       one row per logging step
     checkpoint-N/       always complete; only with train.save_every
@@ -26,21 +26,18 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import transformers
 from accelerate import PartialState
 from distill_kernels import tuning
 
 from distill.core import console
-from distill.core.ending import end_together
-from distill.core.errors import RunError
 from distill.core.files import write_text
-from distill.core.finished_run import finished_result, require_finished_student
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
+from distill.core.heartbeat import end_together
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -63,14 +60,14 @@ from distill.recipe.yaml_text import to_yaml
 from distill.reports.first_batch_report import first_batch_report
 from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
-from distill.run_phases import Loaded, Opened, Prepared, Start
-from distill.run_results import RunResult, RunResults
+from distill.run_results import Before, RunResult, RunResults
+from distill.run_stages import run_stages
 from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
-from distill.training.error_translation import translated
-from distill.training.failure_checkpoint import checkpoint_on_failure
+from distill.training.checkpoints import checkpoint_on_failure
+from distill.training.error_translation import translate_errors
 from distill.training.lock_file import (
     LOCK_FILE,
     Plain,
@@ -80,16 +77,25 @@ from distill.training.lock_file import (
     check_same_teachers,
     hash_rows,
     locked_attention,
-    locked_data,
     locked_recipe,
     read_lock,
 )
 from distill.training.quantise import quantise_for_training
-from distill.training.resuming import resume_plan, resume_point
-from distill.training.step_guard import StepGuard
+from distill.training.resuming import resume_point
+from distill.training.step_guard import StoppedBySignal
 from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
+from distill.training.untrained import UntrainedWeights
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+    from distill.generation.on_policy import OnPolicyRollouts
+    from distill.objectives.plugin import Plugin
+    from distill.planning.run_plan import RunPlan
+    from distill.teachers.base import TeacherPlan
+    from distill.teachers.vocabulary import Vocabulary
+    from distill.training.resuming import ResumePlan
 
 __all__ = ["Run", "RunResult", "run"]
 
@@ -123,97 +129,77 @@ def run(
     drop_accelerate_settings(os.environ)
     with end_together():  # joining included: the others wait there for a rank that was refused
         process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
-        return _run_stages(recipe, process, name=name, resume=resume, lock=lock, plugin=plugin)
-
-
-def _run_stages(
-    recipe: Recipe,
-    process: PartialState,
-    *,
-    name: str | None,
-    resume: bool | Literal["unverified"],
-    lock: Path | None,
-    plugin: Path | None,
-) -> RunResult:
-    """Run the stages of a recipe that are not finished, and write the file that it names."""
-    # the recipe has the hashes of the user's files, as this rank has read them
-    require_equal_on_ranks({"recipe": locked_recipe(recipe)})
-    if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
-        allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
-    runs = runs_folder(recipe.output_dir)
-    folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
-    *earlier, (folder, recipe) = stages = list(recipe.stage_runs(folder))
-    if recipe.export is not None:
-        from distill.reports.served_file import check_export  # gguf takes a fifth of a second
-
-        check_export(stages)
-    before: tuple[Path, ...] = ()
-    for own, stage in earlier:
-        finished = bool(resume) and broadcast_from_rank0(functools.partial(finished_result, own)) is not None
-        if is_main_process():
-            console.print_lines(f"{'stage':<12}{own}{', finished' if finished else ''}")
-        if finished:
-            _check_finished_stage(stage, own)
-        else:
-            _run_one(stage, own, process, resume, None, plugin, before)
-        # read before the next stage loads it: a damaged student would train on without a word
-        broadcast_from_rank0(functools.partial(require_finished_student, own))
-        before = (*before, own)
-    try:
-        result = _run_one(recipe, folder, process, resume, lock, plugin, before)
-    except SystemExit:  # of a run that was finished before, and may have been ended while it wrote its file
-        _export(recipe, folder)
-        raise
-    _export(recipe, folder)
-    return result
-
-
-def _export(recipe: Recipe, folder: Path) -> None:
-    """Write the file of a finished run where the recipe has one, unless it is there already."""
-    there = (folder / "export").is_dir()
-    if recipe.export is not None and is_main_process() and not there and finished_result(folder) is not None:
-        from distill.reports.served_file import export_run  # gguf takes a fifth of a second
-
-        export_run(folder)
-
-
-def _check_finished_stage(recipe: Recipe, folder: Path) -> None:
-    """Check that a finished stage was made by this recipe, from these data; every rank reads them.
-
-    Its teacher is compared by the next stage that loads it, since that reads the weights anyway.
-
-    Raises:
-        ValueError: A setting or the data differ; the message names the first difference.
-    """
-    path = folder / LOCK_FILE
-    lock = read_lock(path)
-    resume_plan(recipe, folder, processes=lock["processes"])
-    vocabulary = source_of(recipe).vocabulary()
-    with console.announced("reading", recipe.data.source):
-        splits = vocabulary.read(recipe.data, recipe.train.seed)
-    data = locked_data(splits.train, vocabulary, splits.report.digest)
-    check_same(
-        {"data": lock["data"]}, {"data": data}, f"--resume: {path} (move {folder} away to train the stage again)"
-    )
+        # the recipe has the hashes of the user's files, as this rank has read them
+        require_equal_on_ranks({"recipe": locked_recipe(recipe)})
+        if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
+            allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
+        runs = runs_folder(recipe.output_dir)
+        folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
+        run_one = functools.partial(_run_one, process=process, resume=resume, plugin=plugin)
+        return run_stages(recipe, folder, run_one, resumes=bool(resume), lock=lock)
 
 
 def _run_one(
     recipe: Recipe,
     folder: Path,
+    earlier: tuple[Path, ...],
+    lock: Path | None,
+    *,
     process: PartialState,
     resume: bool | Literal["unverified"],
-    lock: Path | None,
     plugin: Path | None,
-    earlier: tuple[Path, ...] = (),
 ) -> RunResult:
-    """Run a recipe without stages in `folder`; a stage that has not begun is not resumed."""
+    """Run one stage in `folder`; a stage that has not begun is not resumed."""
     user_code = None
     if recipe.runs_code or plugin is not None:
         user_code = allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
     begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
-        phases = Run(recipe, Start(resume if begun else False, lock, user_code, earlier), run_lock, resources, process)
-        return phases.conclude(phases.train(phases.open(phases.prepare())))
+        phases = Run(recipe, resume if begun else False, lock, user_code, earlier, run_lock, resources, process)
+        prepared = phases.prepare()
+        opened = phases.open(prepared)
+        trained = phases.train(opened)
+        return phases.conclude(trained)
+
+
+class Prepared(NamedTuple):
+    """A run whose recipe and data are known; no weights have been read.
+
+    Attributes:
+        context: Device, dtypes, placement and attention back ends that the models are loaded with.
+        source: Source of the teacher.
+        vocabulary: Tokenizers of teacher and student.
+        splits: Training and held-out data.
+        plan: Placement and number of steps.
+        required: Contents of the lock file that the run must agree with; None without one.
+        resumed: Changes since the start of a resumed run; None for a new one.
+        last: Checkpoint that a resumed run continues from; None for step 0.
+    """
+
+    context: LoadContext
+    source: TeacherPlan
+    vocabulary: Vocabulary
+    splits: Splits
+    plan: RunPlan
+    required: Plain | None
+    resumed: ResumePlan | None
+    last: Path | None
+
+
+class Opened(NamedTuple):
+    """A run whose trainer is made and whose folder is written.
+
+    Attributes:
+        trainer: Trainer of the student.
+        results: Measures the student and writes the results.
+        untrained: Measurement of the untrained student, or the weights with which it is made after training.
+        last: Checkpoint to continue from; None for step 0.
+    """
+
+    trainer: DistillationTrainer
+    results: RunResults
+    untrained: Before | UntrainedWeights
+    last: Path | None
 
 
 @dataclass(frozen=True)
@@ -222,44 +208,46 @@ class Run:
 
     Attributes:
         recipe: Recipe of the run.
-        start: Arguments that it was started with.
+        resume: Whether it continues an earlier run; "unverified": also from a checkpoint without a manifest.
+        lock: Path of a lock.yaml that it must agree with.
+        plugin: Loss functions, rewards or an environment of the user.
+        earlier: Folders of the stages before this one; empty for a run without stages, and for its first.
         run_lock: Lock on the run's folder.
         resources: Closes what the phases open.
         process: State of this process among those of the run.
     """
 
     recipe: Recipe
-    start: Start
+    resume: bool | Literal["unverified"]
+    lock: Path | None
+    plugin: Plugin | None
+    earlier: tuple[Path, ...]
     run_lock: RunLock
     resources: contextlib.ExitStack
     process: PartialState
 
+    # ------------------------------------------------------------------ prepare
+
     def prepare(self) -> Prepared:
         """Read the data and plan the run; nothing is written."""
         recipe = self.recipe
-        folder = self.run_lock.folder
-        device = resolve_device(self.recipe.train)
+        device = resolve_device(recipe.train)
         resumed = None
         last = None
-        if self.start.resume:
-            unverified = self.start.resume == "unverified"
-            resumed, last = resume_point(recipe, self.run_lock, unverified=unverified)
+        if self.resume:
+            resumed, last = resume_point(recipe, self.run_lock, unverified=self.resume == "unverified")
         if is_main_process():
-            for line in unusual_settings(recipe):
-                log.warning(line)
-            for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-                if section.config is not None:
-                    warn_of_mismatch(section, field)
+            self._warn_of_settings()
         require_settings(recipe.train, recipe.data, world_size())  # refused before the data are read
         if recipe.parallel.teacher == "served":
             self.resources.enter_context(teacher_servers(recipe, device))
         # cuBLAS reads the determinism setting at its first GEMM, so it is set before the models are loaded
-        (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(
-            recipe.train.seed
-        )
-        required = None if self.start.lock is None else read_lock(self.start.lock)
-        recorded = read_choices(folder) if resumed else locked_attention(required, str(self.start.lock))
-        tuning.preset_choices(tuning.read_choices(folder / KERNELS_FILE) if resumed else {})
+        if recipe.train.deterministic:
+            transformers.enable_full_determinism(recipe.train.seed)
+        else:
+            transformers.set_seed(recipe.train.seed)
+        required = None if self.lock is None else read_lock(self.lock)
+        attention = AttentionChoices(recipe, self._recorded_choices(required, is_resumed=resumed is not None))
         source = source_of(recipe)
         vocabulary = source.vocabulary()
         with console.announced("reading", recipe.data.source):
@@ -269,21 +257,103 @@ class Run:
         plan = plan_run(devices, len(splits.train))
         if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
-        calibration = calibration_of(recipe, splits)
         if recipe.data.active_on_policy is not None:
             require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
-        attention = AttentionChoices(recipe, recorded)
-        context = LoadContext(device, precision, plan.placement, attention, calibration)
+        context = LoadContext(device, precision, plan.placement, attention, calibration_of(recipe, splits))
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
+
+    def _warn_of_settings(self) -> None:
+        recipe = self.recipe
+        for line in unusual_settings(recipe):
+            log.warning(line)
+        for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
+            if section.config is not None:
+                warn_of_mismatch(section, field)
+
+    def _recorded_choices(self, required: Plain | None, *, is_resumed: bool) -> Plain:
+        """Return the attention back ends of an earlier start or a lock, and preset the kernels of an earlier start."""
+        folder = self.run_lock.folder
+        tuning.preset_choices(tuning.read_choices(folder / KERNELS_FILE) if is_resumed else {})
+        return read_choices(folder) if is_resumed else locked_attention(required, str(self.lock))
+
+    # ------------------------------------------------------------------ open
 
     def open(self, prepared: Prepared) -> Opened:
         """Load the models, make the trainer and begin the run's folder."""
+        pair = self._load_models(prepared)
+        locked = self._checked_lock(prepared, pair)
+        trainer, notes = self._make_trainer(prepared, pair)
+        with console.spinner("patching the models, trying the first batch"):
+            lines = self._try_first_batch(prepared, pair, trainer)
+        rollouts = self._make_rollouts(prepared, pair, trainer)
+        for listener in run_listeners(trainer, trainer.objective, self.recipe, pair, rollouts, self.run_lock):
+            trainer.add_callback(listener)
+        # --- the run's folder is written from here on
+        if is_main_process():
+            self._begin_folder(prepared, locked)
+            self._print_summary(prepared, pair, trainer, [*lines, *notes])
+        self.run_lock.share(self.process.wait_for_everyone)
+        tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
+        autocast = prepared.context.precision.autocast
+        results = RunResults(prepared.source, pair, trainer, prepared.splits, autocast, self.run_lock)
+        untrained = results.untrained()  # before a checkpoint replaces the weights
+        if is_main_process():
+            record_start(self.run_lock.folder)
+        return Opened(trainer, results, untrained, prepared.last)
+
+    def _load_models(self, prepared: Prepared) -> ModelPair:
+        with console.announced("loading", "teacher and student"):
+            pair = self.resources.enter_context(opened_pair(prepared.source, prepared.vocabulary, prepared.context))
+        for problem in prepared.source.data_problems(prepared.splits):
+            raise ValueError(problem)
+        if self.plugin is not None and self.plugin.terms:
+            use_plugin(pair.teacher, self.plugin)
+        return pair
+
+    def _checked_lock(self, prepared: Prepared, pair: ModelPair) -> Plain:
+        """Return the contents of this run's lock file, the same on every rank and as every lock that binds it."""
+        splits = prepared.splits
+        locked = build_lock(
+            self.recipe,
+            teacher=pair.teacher,
+            student=pair.student,
+            vocabulary=pair.vocabulary,
+            rows=splits.train,
+            processes=world_size(),
+            source=splits.report.digest,
+        )
+        # each rank hashes what it has read itself: another file behind the same path would train on without a word
+        compared = {name: locked[name] for name in ("data", "teacher", "student")}
+        require_equal_on_ranks({**compared, "validation": {"rows_sha256": hash_rows(splits.validation)}})
+        if not is_main_process():
+            return locked
+        if prepared.required is not None:
+            check_same(prepared.required, locked, f"--lock {self.lock}")
+        check_same_teachers((stage / LOCK_FILE for stage in self.earlier), locked)
+        own = self.run_lock.folder / LOCK_FILE
+        if prepared.resumed is not None and own.exists():
+            check_same_run(read_lock(own), locked, own)
+        return locked
+
+    def _make_trainer(self, prepared: Prepared, pair: ModelPair) -> tuple[DistillationTrainer, list[str]]:
+        """Return the trainer, and lines on what was done to the student."""
         recipe = self.recipe
         splits = prepared.splits
         context = prepared.context
-        pair, arguments, locked, notes = self._load(prepared)
+        student = pair.student
+        arguments = training_arguments(
+            recipe, self.run_lock.folder, prepared.plan, device=context.device, precision=context.precision
+        )
+        require_optimizer(arguments, student)
+        notes = fix_generation_config(student, "student.model")
+        template = pair.vocabulary.template
+        if template is not None and "chat" in splits.report.format:
+            notes += add_turn_end_tokens(student, pair.tokenizer, template.closings())
+        notes += broadcast_from_rank0(lambda: check_saving(student, pair.tokenizer, "student.model"))
+        if prepared.resumed is not None:
+            notes += prepared.resumed.notes(arguments, student, rows=len(splits.train))
         trainer = DistillationTrainer(
-            pair.student,
+            student,
             pair.teacher,
             arguments,
             loss=recipe.loss.with_kept_layers(pair.layer_indices),
@@ -297,152 +367,50 @@ class Run:
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
             notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
-        with console.spinner("patching the models, trying the first batch"):
-            lines = self._prepare_models(prepared, pair, trainer)
-        rollouts = None
-        if recipe.data.active_on_policy is not None:
-            rollouts = rollouts_from_recipe(
-                recipe,
-                pair.student,
-                pair.tokenizer,
-                template=pair.vocabulary.template,
-                report=splits.report,
-                vocab_size=trainer.objective.columns,
-                autocast=context.precision.autocast,
-                sharded=context.placement.student_sharded,
-                models=[model for _, model in pair.models()],
-                readers=pair.vocabulary.answer_readers(),
-                code=None if self.start.plugin is None else self.start.plugin.code,
-                folder=self.run_lock.folder,
-            )
-        for listener in run_listeners(trainer, trainer.objective, recipe, pair, rollouts, self.run_lock):
-            trainer.add_callback(listener)
-        # --- the run's folder is written from here on
-        if locked is not None:
-            self._begin_folder(prepared, locked)
-            self._print_summary(prepared, pair, trainer, [*lines, *notes])
-        self.run_lock.share(self.process.wait_for_everyone)
-        tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
-        results = RunResults(prepared.source, pair, trainer, splits, context.precision.autocast, self.run_lock)
-        untrained = results.untrained(resumed=prepared.last is not None)
-        if locked is not None:
-            record_start(self.run_lock.folder)
-        trainer.add_callback(untrained)
-        return Opened(trainer, results, untrained, prepared.last)
+        return trainer, notes
 
-    def train(self, opened: Opened) -> Opened:
-        """Train the student in place.
-
-        Raises:
-            SystemExit: Code 0, after a signal and a checkpoint.
-        """
-        trainer = opened.trainer
-        try:
-            with without_known_warnings():
-                trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
-        except SystemExit:
-            guard = trainer.listeners.find(StepGuard)
-            step = trainer.state.global_step
-            if not guard.stopping:  # a plugin's
-                raise
-            if is_main_process():
-                console.print_lines(f"stopped by {guard.ended_by_signal} after step {step}; continue with --resume")
-            raise SystemExit(0) from None
-        return opened
-
-    def conclude(self, trained: Opened) -> RunResult:
-        """Evaluate the trained student and save it."""
-        trainer = trained.trainer
-        results = trained.results
-        self.run_lock.check()
-        with checkpoint_on_failure(trainer):
-            before, answers = trained.untrained.result()
-            with console.announced("evaluating", "the trained student"):
-                after = results.held_out()
-            reduction = relative_reduction(before, after)
-            result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
-        with checkpoint_on_failure(trainer, together=True):
-            results.save(result, answers)
-        self.process.wait_for_everyone()
-        return result
-
-    def _load(self, prepared: Prepared) -> Loaded:
-        """Load both models, and check them and the data against the lock files."""
-        recipe = self.recipe
-        context = prepared.context
-        splits = prepared.splits
-        with console.announced("loading", "teacher and student"):
-            pair = self.resources.enter_context(opened_pair(prepared.source, prepared.vocabulary, context))
-        problems = prepared.source.data_problems(splits)
-        if problems:
-            raise ValueError(problems[0])
-        if self.start.plugin is not None and self.start.plugin.terms:
-            use_plugin(pair.teacher, self.start.plugin)
-        locked = self._lock_contents(prepared, pair)
-        arguments = training_arguments(
-            recipe, self.run_lock.folder, prepared.plan, device=context.device, precision=context.precision
-        )
-        require_optimizer(arguments, pair.student)
-        notes = fix_generation_config(pair.student, "student.model")
-        template = pair.vocabulary.template
-        if template is not None and "chat" in splits.report.format:
-            notes += add_turn_end_tokens(pair.student, pair.tokenizer, template.closings())
-        notes += broadcast_from_rank0(lambda: check_saving(pair.student, pair.tokenizer, "student.model"))
-        if prepared.resumed is not None:
-            notes += prepared.resumed.notes(arguments, pair.student, rows=len(splits.train))
-        return Loaded(pair, arguments, locked, notes)
-
-    def _lock_contents(self, prepared: Prepared, pair: ModelPair) -> Plain | None:
-        """Return the contents of this run's lock file, compared with those of the locks it must equal.
-
-        Returns:
-            None on all processes but the first.
-        """
-        locked = build_lock(
-            self.recipe,
-            teacher=pair.teacher,
-            student=pair.student,
-            vocabulary=pair.vocabulary,
-            rows=prepared.splits.train,
-            processes=world_size(),
-            source=prepared.splits.report.digest,
-        )
-        # each rank hashes what it has read itself: another file behind the same path would train on without a word
-        held_out = {"rows_sha256": hash_rows(prepared.splits.validation)}
-        compared = {name: locked[name] for name in ("data", "teacher", "student")}
-        require_equal_on_ranks({**compared, "validation": held_out})
-        if not is_main_process():
-            return None
-        if prepared.required is not None:
-            check_same(prepared.required, locked, f"--lock {self.start.lock}")
-        check_same_teachers((stage / LOCK_FILE for stage in self.start.earlier), locked)
-        own = self.run_lock.folder / LOCK_FILE
-        if prepared.resumed is not None and own.exists():
-            check_same_run(read_lock(own), locked, own)
-        return locked
-
-    def _prepare_models(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
+    def _try_first_batch(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""
-        recipe = self.recipe
         device = prepared.context.device
         splits = prepared.splits
         if device.type == "cuda":
-            from distill.teachers.kernels import patch_models
+            from distill.teachers.kernels import patch_models  # imports Triton, a second
 
             patch_models(pair, prepared.context.attention)
         first_rows = list(itertools.islice(splits.validation, trainer.args.per_device_eval_batch_size))
         first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         objective = trainer.objective
         lines = pair.teacher.validate_first_batch(first, objective.student, objective.pairing)
-        lines += first_batch_report(trainer, first, splits.train, recipe)
+        lines += first_batch_report(trainer, first, splits.train, self.recipe)
         if runs_our_kernels(device) and not prepared.plan.placement.student_sharded:
             from distill.teachers.kernels import join_models
 
-            join_models(pair)
+            join_models(pair)  # after the teacher's layers are in fp8, if they are to be
         return lines
 
+    def _make_rollouts(
+        self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer
+    ) -> OnPolicyRollouts | None:
+        recipe = self.recipe
+        if recipe.data.active_on_policy is None:
+            return None
+        return rollouts_from_recipe(
+            recipe,
+            pair.student,
+            pair.tokenizer,
+            template=pair.vocabulary.template,
+            report=prepared.splits.report,
+            vocab_size=trainer.objective.columns,
+            autocast=prepared.context.precision.autocast,
+            sharded=prepared.context.placement.student_sharded,
+            models=[model for _, model in pair.models()],
+            readers=pair.vocabulary.answer_readers(),
+            code=None if self.plugin is None else self.plugin.code,
+            folder=self.run_lock.folder,
+        )
+
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:
-        """Write the first files of the run's folder; the first process calls it."""
+        """Write the first files of the run's folder."""
         folder = self.run_lock.folder
         resumed = prepared.resumed
         attention = prepared.context.attention
@@ -465,14 +433,39 @@ class Run:
         summary = run_summary(prepared.source, pair, trainer.objective, plan=plan, data=data, device=device.type)
         console.print_lines("\n".join([*summary, *lines, f"{'run':<12}{self.run_lock.folder}"]))
 
+    # ------------------------------------------------------------------ train
 
-@contextlib.contextmanager
-def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
-    """Turn failures of the machine into `RunError`, one line that names the cure; others pass through."""
-    try:
-        yield
-    except Exception as error:
-        line = translated(error, recipe, folder)
-        if line is None:
-            raise
-        raise RunError(line) from error
+    def train(self, opened: Opened) -> Opened:
+        """Train the student in place.
+
+        Raises:
+            SystemExit: Code 0, after a signal and a checkpoint.
+        """
+        trainer = opened.trainer
+        try:
+            with without_known_warnings():
+                trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
+        except StoppedBySignal as stop:
+            if is_main_process():
+                step = trainer.state.global_step
+                console.print_lines(f"stopped by {stop.signal} after step {step}; continue with --resume")
+            raise SystemExit(0) from None
+        return opened
+
+    # ------------------------------------------------------------------ conclude
+
+    def conclude(self, trained: Opened) -> RunResult:
+        """Evaluate the trained student and save it."""
+        trainer = trained.trainer
+        results = trained.results
+        self.run_lock.check()
+        with checkpoint_on_failure(trainer):
+            before, answers = results.before(trained.untrained)
+            with console.announced("evaluating", "the trained student"):
+                after = results.held_out()
+            reduction = relative_reduction(before, after)
+            result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
+        with checkpoint_on_failure(trainer, together=True):
+            results.save(result, answers)
+        self.process.wait_for_everyone()
+        return result

@@ -16,20 +16,20 @@ from distill.core.files import write_json
 from distill.core.folders import RESULT_FILE
 from distill.core.launch import command_line
 from distill.core.manifest import file_checksums
-from distill.core.ranks import is_main_process
+from distill.core.ranks import broadcast_from_rank0, is_main_process
 from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate
 from distill.models.loading import save_student
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
-from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end, record_start
+from distill.reports.run_manifest import BEFORE_FILE, read_before, read_start, record_end, record_start
 from distill.reports.run_summary import result_table, show_samples, write_samples
 from distill.teachers.base import TeacherPlan
 from distill.teachers.identity import model_name
 from distill.teachers.opening import ModelPair
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
-from distill.training.untrained import MeasureUntrained, is_measured_first
+from distill.training.untrained import UntrainedWeights, must_measure_first
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
@@ -96,23 +96,30 @@ class RunResults:
             objective=trainer.objective,
         )
 
-    def untrained(self, *, resumed: bool) -> MeasureUntrained[Before]:
-        """Return the measurement of the student before training; a resumed run reuses that of its first start.
+    def untrained(self) -> Before | UntrainedWeights:
+        """Return the measurement of the untrained student, or the weights with which it is made after training.
 
-        Args:
-            resumed: Whether the run continues from a checkpoint, which trains other weights than those loaded.
+        Every process calls it, before a checkpoint is loaded and the first step is made.
         """
-        found = read_before(self.folder, self.trainer.objective.measure)
-        if found is not None:
-            return MeasureUntrained(self.trainer, lambda: found, first=True)
-        first = is_measured_first(self.trainer, resumed=resumed)
-        return MeasureUntrained(self.trainer, self._measure_untrained, first=first)
+        measure = self.trainer.objective.measure
+        measured = broadcast_from_rank0(lambda: read_before(self.folder, measure))  # by this run before it was resumed
+        if measured is not None:
+            return measured
+        if is_main_process():
+            self._write_before({})
+        return self._measure_untrained() if must_measure_first(self.trainer) else UntrainedWeights(self.trainer.model)
+
+    def before(self, untrained: Before | UntrainedWeights) -> Before:
+        """Return the measurement of the untrained student, after training; every process calls it."""
+        if not isinstance(untrained, UntrainedWeights):
+            return untrained
+        with untrained.exchanged(self.trainer.model):
+            return self._measure_untrained()
 
     def _measure_untrained(self) -> Before:
-        """Measure the untrained student, and write before.json."""
+        """Measure the student, which has its untrained weights, and write before.json."""
         pair = self.pair
         recipe = self.recipe
-        measure = self.trainer.objective.measure
         with console.announced("evaluating", "the student before training, on held-out rows"):
             before = self.held_out()
         answers: Answers = {}
@@ -123,17 +130,22 @@ class RunResults:
                 if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
                     answers["before"] = self._answers_of(pair.student)
         if is_main_process():
-            record: dict[str, Any] = {
-                "started": self.run_lock.started,
-                "command": shlex.join(["distill", *command_line]) if command_line else None,
-                "device": device_name(self.trainer.args.device),
-                "held_out": measure.to_json(before._asdict()),
-                "measure": measure,
-                "answers": answers,
-            }
-            write_json(self.folder / BEFORE_FILE, console.to_jsonable(record))
-            record_start(self.folder)
+            measure = self.trainer.objective.measure
+            held_out = measure.to_json(before._asdict())
+            self._write_before({"held_out": held_out, "measure": measure, "answers": answers})
         return before, answers
+
+    def _write_before(self, figures: dict[str, Any]) -> None:
+        """Write before.json: start of the run, and the untrained student's figures once it is measured."""
+        record = {
+            "started": self.run_lock.started,
+            "command": shlex.join(["distill", *command_line]) if command_line else None,
+            "device": device_name(self.trainer.args.device),
+            **read_start(self.folder),
+            **figures,
+        }
+        write_json(self.folder / BEFORE_FILE, console.to_jsonable(record))
+        record_start(self.folder)
 
     def save(self, result: RunResult, answers: Answers) -> None:
         """Save the student, its samples and reports, and print the table of results; every process calls it.

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distill.cli import run_command
 from distill.core.errors import RunError
 from distill.models.load.fingerprint import fingerprint
-from distill.training.checkpoint_weights import load_weights
+from distill.training.checkpoints import load_weights
 from distill.training.trainer import DistillationTrainer
 
 COMMON = {

@@ -20,11 +20,11 @@ from transformers import TrainerCallback
 
 from distill.core.errors import RunError
 from distill.recipe import dump, parse
-from distill.run import translate_errors
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.objective import DistillationObjective
 from distill.training import error_translation
 from distill.training.checkpoints import checkpoints
+from distill.training.error_translation import translate_errors
 from distill.training.step_guard import StepGuard, ignore_signals_in_workers
 from distill.training.trainer import DistillationTrainer
 

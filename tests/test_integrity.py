@@ -26,7 +26,7 @@ from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.training.arguments import training_arguments
-from distill.training.checkpoint_validation import fault_of
+from distill.training.checkpoints import checkpoint_error
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,9 +56,9 @@ NAMES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "
 @pytest.mark.parametrize("name", NAMES)
 def test_one_flipped_bit_of_a_checkpoint_is_seen(finished, tmp_path, name):
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
-    assert fault_of(folder) is None
+    assert checkpoint_error(folder) is None
     flip(folder / name, 0.9)
-    assert name in (fault_of(folder) or "")
+    assert name in (checkpoint_error(folder) or "")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "config.json"])
@@ -68,7 +68,7 @@ def test_a_file_that_is_missing_is_seen_without_a_manifest_too(finished, tmp_pat
     (folder / name).unlink()
     if not with_manifest:
         (folder / MANIFEST).unlink()
-    assert fault_of(folder)
+    assert checkpoint_error(folder)
 
 
 def spoil_weights(folder):
@@ -87,7 +87,7 @@ def test_damage_without_a_manifest_is_found_in_the_contents(finished, tmp_path, 
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
     (folder / MANIFEST).unlink()
     spoil(folder)
-    assert says in (fault_of(folder) or "")
+    assert says in (checkpoint_error(folder) or "")
 
 
 def test_the_newest_checkpoint_that_is_as_written_is_used(workplace, finished, capsys):

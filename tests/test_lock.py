@@ -6,6 +6,7 @@ import torch
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
+from distill.core.diff_settings import diff_settings
 from distill.data.chat import FROZEN_DAY
 from distill.models.load.fingerprint import fingerprint
 from distill.recipe import parse
@@ -13,7 +14,7 @@ from distill.run import run
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
-from distill.training.lock_file import build_lock, differences, hash_rows, read_lock
+from distill.training.lock_file import build_lock, hash_rows, read_lock
 
 ROW = {"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
@@ -197,5 +198,11 @@ def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, hardwar
 
 
 def test_differences_are_found_in_both_directions():
-    found = list(differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}, "d": 4}))
+    found = diff_settings({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}, "d": 4})
     assert found == [("b.c", 2, 3), ("d", None, 4)]
+
+
+def test_a_difference_within_a_list_has_its_place():
+    before = {"terms": [{"weight": 1.0}, {"weight": 2.0}], "lora": None, "files": ["a"]}
+    now = {"terms": [{"weight": 1.0}, {"weight": 3.0}], "lora": {}, "files": ["a", "b"]}
+    assert diff_settings(before, now) == [("terms.1.weight", 2.0, 3.0), ("lora", None, {}), ("files.1", None, "b")]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,13 +14,13 @@ import psutil
 import pytest
 from forked import free_port
 from test_resume import RECIPE, finished_run
+from torch.distributed import HashStore
 
 from distill import run as run_module
 from distill.cli import run_command
-from distill.core import ranks, run_lock
+from distill.core import heartbeat, ranks, run_lock
 from distill.core.errors import RunError
 from distill.core.run_lock import RunLock
-from distill.training import watchdog
 from distill.training.progress import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,20 +99,34 @@ def test_a_data_worker_does_not_hold_it(tmp_path):
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("locks", [None, True], ids=["no locks", "locks of another machine unseen"])
-def test_rising_count_tells_a_live_process_where_locks_cannot(tmp_path, monkeypatch, hardware, limit, locks):
-    hardware.setattr(run_lock, "try_lock", lambda handle, shared=False: locks)
-    limit.setattr(run_lock, "BEAT_S", 0.1)
+@pytest.mark.parametrize(
+    "host, process, refused",
+    [("this", "ours", True), ("this", "ended", False), ("another", "ended", True)],
+    ids=["a process of this machine", "one that has ended", "one of another machine"],
+)
+def test_the_file_tells_of_its_holder_on_a_disk_without_locks(tmp_path, hardware, host, process, refused):
+    hardware.setattr(run_lock, "try_lock", lambda handle, shared=False: None)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     with RunLock(tmp_path / "x") as held:
         held.acquire()
-        if locks:
-            monkeypatch.setattr("socket.gethostname", lambda: "another")
-        with pytest.raises(RunError, match="another process writes there"):
-            RunLock(tmp_path / "x").acquire()
-        left = (tmp_path / "x/.lock").read_bytes()
-    (tmp_path / "x/.lock").write_bytes(left)  # as if that machine had gone
-    with RunLock(tmp_path / "x") as after:
-        after.acquire()
+        held.share()
+    assert json.loads((tmp_path / "x/.lock").read_text()) == {}, "it ended in order"
+    holder = {"host": socket.gethostname() if host == "this" else host, "since": 0}
+    holder["pid"] = os.getpid() if process == "ours" else ended.pid
+    (tmp_path / "x/.lock").write_text(json.dumps(holder))
+    if not refused:
+        with RunLock(tmp_path / "x") as after:
+            after.acquire()
+        return
+    with pytest.raises(RunError, match=rf"process {holder['pid']} on .*delete {tmp_path / 'x/.lock'}"):
+        RunLock(tmp_path / "x").acquire()
+
+
+def test_a_run_that_was_killed_on_another_machine_does_not_hold_it(tmp_path):
+    (tmp_path / ".lock").write_text(json.dumps({"host": "another", "pid": 7, "since": 0}))
+    with RunLock(tmp_path) as ours:
+        ours.acquire()
 
 
 def test_a_start_that_was_killed_before_its_recipe_can_be_started_again(workplace, monkeypatch):
@@ -161,8 +176,8 @@ LONG = RECIPE.replace("steps: 4,", "steps: 300,").replace("save_every: 2", "save
 START = "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"
 HANGS = """
 import sys
-from distill.training import watchdog
-watchdog.SILENT_S = 10.0
+from distill.core import heartbeat
+heartbeat.SILENT_S = 10.0
 from distill.__main__ import main
 main()
 """
@@ -222,22 +237,35 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     hung.suspend()
     assert process.wait(timeout=300) != 0
     said = (workplace / "hung.txt").read_text()
-    assert f"distill: rank 1 (process {hung.pid} on " in said and "has sent no heartbeat" in said, said
+    assert f"distill: rank 1 has ended: process {hung.pid} on " in said and "has sent no heartbeat" in said, said
     assert "there is no checkpoint" in said
     assert not psutil.wait_procs(workers, timeout=300)[1]
 
 
-@pytest.mark.parametrize("launch, named", [("this", True), ("earlier", False)])
-def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_path, monkeypatch, limit):
+@pytest.mark.parametrize(
+    "counts, begun, named",
+    [
+        ([0, 0], [2, 2], "has sent no heartbeat"),
+        ([0, 1], [1, 1], "hangs"),
+        ([0, 1], [1, 2], None),
+        ([0, 1], [2, 2], None),
+    ],
+    ids=["silent", "behind", "begins the batch", "all wait alike"],
+)
+def test_a_rank_is_named_by_its_counts(counts, begun, named, monkeypatch, limit):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    limit.setattr(watchdog, "SILENT_S", 0.0)
-    (tmp_path / "1").write_text(json.dumps({"launch": launch, "count": 0, "begun": 2, "pid": 7, "host": "there"}))
-    others = watchdog.PeerMonitor(0, "this")
-    assert others.fault(tmp_path, 2) is None
-    time.sleep(0.01)
-    fault = others.fault(tmp_path, 2)
-    assert (fault is not None) is named
-    assert not named or fault.startswith("rank 1 (process 7 on there) has sent no heartbeat")
+    monkeypatch.setenv("RANK", "0")
+    limit.setattr(heartbeat, "SILENT_S", 0.0)
+    limit.setattr(heartbeat, "STALLED_S", 0.0)
+    store = HashStore()
+    ours = heartbeat.Heartbeat()
+    ours.begun = 2
+    for count, batches in zip(counts, begun, strict=True):
+        store.set("beat/1", f"{count} {batches} 7 there")
+        time.sleep(0.01)
+        end = ours._end_of_another(store)
+    assert (end is not None) is (named is not None)
+    assert named is None or (end["rank"] == 1 and f"process 7 on there {named}" in end["text"])
 
 
 # ------------------------------------------------------------------ torchrun starts the processes again

@@ -12,7 +12,7 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill import run as run_module
 from distill.cli import run_command
-from distill.training.checkpoint_validation import fault_of
+from distill.training.checkpoints import checkpoint_error
 from distill.training.progress import read_metrics
 
 RECIPE = """
@@ -111,9 +111,9 @@ SPOILED = {
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_a_damaged_checkpoint_is_a_one_line_error(finished, tmp_path, spoil):
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
-    assert fault_of(folder) is None
+    assert checkpoint_error(folder) is None
     spoil(folder)
-    fault = fault_of(folder)
+    fault = checkpoint_error(folder)
     assert fault and "\n" not in fault and len(fault) < 300, fault
 
 

@@ -20,7 +20,7 @@ from tiny import CHAT_TEMPLATE, save_models, save_tiny, tiny_model, tiny_tokeniz
 from distill.cli import run_command
 from distill.models.loading import load_tokenizer
 from distill.recipe import RecipeError, Teacher, load, parse
-from distill.training.checkpoint_validation import fault_of
+from distill.training.checkpoints import checkpoint_error
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -190,7 +190,7 @@ def test_code_hidden_in_a_checkpoint_is_found(stopped, touched, name):
         torch.load(opened, weights_only=False)
     assert touched.exists(), "the payload works"
     touched.unlink()
-    assert fault_of(stopped / "checkpoint-2").startswith(f"{name} cannot be read") and not touched.exists()
+    assert checkpoint_error(stopped / "checkpoint-2").startswith(f"{name} cannot be read") and not touched.exists()
 
 
 def test_a_checkpoint_that_hides_code_is_passed_over(stopped, touched, capsys):
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_hides_code_is_passed_over(stopped, touched, capsys):
 def test_what_nothing_reads_may_hold_anything(stopped, touched):
     for name in ("training_args.bin", "pytorch_model.bin", "other.pkl"):
         torch.save(Payload(touched), stopped / "checkpoint-2" / name)
-    assert fault_of(stopped / "checkpoint-2") is None and not touched.exists()
+    assert checkpoint_error(stopped / "checkpoint-2") is None and not touched.exists()
 
 
 def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touched):
@@ -223,16 +223,16 @@ def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touche
         checkpoint_id=place,
         no_dist=True,
     )
-    assert fault_of(folder) is None
+    assert checkpoint_error(folder) is None
     index = (place / ".metadata").read_bytes()
     (place / ".metadata").write_bytes(pickle.dumps(Payload(touched)))
-    assert "it names " in fault_of(folder) and not touched.exists()
+    assert "it names " in checkpoint_error(folder) and not touched.exists()
     for names in (("torch", "Size", "mro"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "mro")):
         (place / ".metadata").write_bytes("cbuiltins\ngetattr\n(c{}\n{}\nV{}\ntR.".format(*names).encode())
-        assert "it names attribute mro" in fault_of(folder)
+        assert "it names attribute mro" in checkpoint_error(folder)
     (place / ".metadata").write_bytes(index)
     shards.save({"more": Payload(touched)}, checkpoint_id=place, no_dist=True)
-    assert "cannot be read as a checkpoint's index" in fault_of(folder) and not touched.exists()
+    assert "cannot be read as a checkpoint's index" in checkpoint_error(folder) and not touched.exists()
 
 
 # ------------------------------------------------------------------ recipes

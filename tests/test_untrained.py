@@ -1,4 +1,4 @@
-"""The untrained student is measured after the first logged step, with the figures that it has before training."""
+"""The untrained student is measured after training, with the figures that it has before."""
 
 import json
 import os
@@ -21,7 +21,7 @@ data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.
 train: {steps: 3, batch_size: 2, tokens_per_step: 64, learning_rate: 3e-2, warmup: 0, log_every: 1, device: cpu}
 generate: {prompts: [Hello], max_new_tokens: 5}
 """
-FIRST, MEASURED = "step 1/3", "the student before training"
+FIRST, LAST, MEASURED = "step 1/3", "step 3/3", "the student before training"
 
 
 @pytest.fixture
@@ -57,8 +57,10 @@ def figures(folder):
         [],
         ["student.lora={r: 2, head: true}", "train.precision=bfloat16"],
         ["student.dtype=bfloat16", "train.log_every=10"],  # no step is logged
+        ["student.quantise={format: q4_0}"],
+        ["student.quantise={format: q4_0}", "student.lora={r: 2}"],
     ],
-    ids=["all weights", "LoRA under autocast", "bfloat16, no log"],
+    ids=["all weights", "LoRA under autocast", "bfloat16, no log", "quantised", "quantised under adapters"],
 )
 def test_figures_are_those_of_a_measurement_before_training(place, full_host, capsys, overrides):
     late = run(parse(RECIPE, overrides, name="late"))
@@ -69,7 +71,7 @@ def test_figures_are_those_of_a_measurement_before_training(place, full_host, ca
     assert figures(late.folder) == figures(early.folder)
     assert late.before != late.after, "the student has learned"
     if "train.log_every=10" not in overrides:
-        assert said.index(FIRST) < said.index(MEASURED)
+        assert said.index(LAST) < said.index(MEASURED)
         assert said_early.index(MEASURED) < said_early.index(FIRST)
 
 
@@ -90,9 +92,12 @@ def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(plac
     with pytest.raises(SystemExit, match=r"^0$"):
         run_command(["run", "r.yaml", "--name", "ended"])
     at_step(None, None)
-    assert not (place / "runs/ended/before.json").exists() and (place / "runs/ended/checkpoint-1").exists()
+    began = json.loads((place / "runs/ended/before.json").read_text())
+    assert set(began) == {"started", "command", "device"} and (place / "runs/ended/checkpoint-1").exists()
+    assert run_command(["verify", "ended"]) == 0 and run_command(["report", "ended"]) == 0
     capsys.readouterr()
     assert run_command(["run", "r.yaml", "--name", "ended", "--resume"]) == 0
     said = capsys.readouterr().out
-    assert said.index(MEASURED) < said.index("step 2/3")
+    assert said.index(LAST) < said.index(MEASURED)
+    assert json.loads((place / "runs/ended/before.json").read_text())["started"] == began["started"]
     assert figures(place / "runs/ended") == figures(place / "runs/whole")

@@ -80,7 +80,7 @@ def _run(folder: Path) -> Iterator[Line]:
     yield noted(folder / LOCK_FILE, lambda: _versions(folder / LOCK_FILE))
     names = _noted_names(folder)
     if (folder / BEFORE_FILE).exists() or BEFORE_FILE in names:
-        yield noted(folder / BEFORE_FILE, lambda: _figures(folder / BEFORE_FILE, "held_out"))
+        yield noted(folder / BEFORE_FILE, lambda: _before(folder / BEFORE_FILE))
     yield noted(folder / METRICS_FILE, lambda: _metrics(folder / METRICS_FILE))
     for path in files(folder):
         yield noted(path, lambda path=path: _rollouts(path))  # type: ignore[misc]
@@ -134,6 +134,13 @@ def _figures(path: Path, *names: str) -> str:
     return f"held-out metrics over {next(iter(found[names[0]].values())):,} tokens"
 
 
+def _before(path: Path) -> str:
+    from distill.reports.run_manifest import START
+
+    measured = not set(json.loads(path.read_text(encoding="utf-8"))) <= set(START)
+    return _figures(path, "held_out") if measured else "not measured yet"
+
+
 def _replies(path: Path) -> str:
     from distill.generation.environment import read_replies
 
@@ -150,12 +157,12 @@ def _rollouts(path: Path) -> str:
 
 
 def _versions(path: Path) -> str:
+    from distill.core.diff_settings import diff_settings
     from distill.core.environment import environment
-    from distill.core.errors import differences
     from distill.training.lock_file import read_lock
 
     here = environment()
-    others = [f"{name} {old}, here {new}" for name, old, new in differences(read_lock(path)["environment"], here)]
+    others = [f"{name} {old}, here {new}" for name, old, new in diff_settings(read_lock(path)["environment"], here)]
     return "; ".join(others) or "the versions are those of this machine"
 
 
@@ -174,9 +181,9 @@ def _metrics(path: Path) -> str:
 
 def _checkpoint(path: Path) -> str:
     from distill.core.manifest import MANIFEST
-    from distill.training.checkpoint_validation import fault_of
+    from distill.training.checkpoints import checkpoint_error
 
-    fault = fault_of(path)
+    fault = checkpoint_error(path)
     if fault:
         raise ValueError(fault)
     return "as written" if (path / MANIFEST).is_file() else f"readable; it has no {MANIFEST}"
@@ -192,7 +199,7 @@ def _student(folder: Path) -> str:
     from distill.models.load.read_weights import weights_fault
     from distill.models.loading import load_config
     from distill.recipe import Student
-    from distill.training.checkpoint_validation import not_finite, shapes_of
+    from distill.training.checkpoints import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
     if result and "files" not in result:

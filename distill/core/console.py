@@ -46,7 +46,6 @@ class VisibleFormatter(logging.Formatter):
     """Logging formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record, control characters escaped."""
         return printable(super().format(record))
 
 

@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NamedTuple, Union, get_args, get_origin
@@ -118,27 +118,12 @@ def quote(value: object) -> str:
 
 
 def expected_got(expected: str, value: object) -> str:
-    """Return `expected ..., got ...`."""
     return f"expected {expected}, got {quote(value)}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its class name where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def differences(
-    locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
-) -> Iterator[tuple[str, object, object]]:
-    """Yield name, old and new value of every setting that differs, in the order of the old mapping."""
-    for key in [*locked, *(key for key in now if key not in locked)]:
-        old = locked.get(key)
-        new = now.get(key)
-        name = f"{prefix}{key}"
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{name}.")
-        elif old != new:
-            yield name, old, new
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -195,7 +180,8 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
         return " ".join(filter(None, [_meant(field, name) if field else "", alias.cure]))
     near = did_you_mean(name, section)
     everywhere = _paths(model)
-    if near.startswith("known") and (same := [path for path in everywhere if path.rpartition(".")[2] == name]):
+    same = [path for path in everywhere if path.rpartition(".")[2] == name]
+    if near.startswith("known") and same:
         return _meant(" or ".join(same), name)
     return near
 

@@ -41,13 +41,11 @@ ATTEMPTS = 100  # to make a temporary folder before another writer deletes it
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 

@@ -23,7 +23,6 @@ BLOCK = 1 << 22
 
 
 def checksum(path: Path) -> str:
-    """Return the XXH3 checksum of a file, 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
@@ -86,7 +85,6 @@ def entry_mismatch(folder: Path, name: str) -> str | None:
 
 
 def manifest_entry(path: Path) -> dict[str, object]:
-    """Return a file's manifest entry: size and checksum."""
     return {"bytes": path.stat().st_size, SUM: checksum(path)}
 
 

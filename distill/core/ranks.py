@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from distill.core.errors import differences, quote
+from distill.core.diff_settings import diff_settings
+from distill.core.errors import quote
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ def require_equal_on_ranks(own: Mapping[str, object]) -> None:
     every: list[Any] = [None] * world_size()
     dist.all_gather_object(every, own)
     for rank, values in enumerate(every):
-        for name, first, other in differences(every[0], values):
+        for name, first, other in diff_settings(every[0], values):
             raise ValueError(
                 f"rank {rank}: {name} differs from rank 0's: expected {quote(first)}, got {quote(other)}; every "
                 "process of a run needs the same recipe, data, weights and files"

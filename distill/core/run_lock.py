@@ -5,19 +5,17 @@
         lock.share(wait)      # every process, once the folder exists
         lock.check()          # raises if the folder was moved or deleted
 
-The lock is an flock on a file in the folder, so it ends with its processes however they end. A network disk may not
-show the lock of another machine: the file therefore names the holder, with a counter that goes up every few seconds;
-a file of another machine whose counter stands still belongs to a run that ended.
+The lock is an flock on a file in the folder, so it ends with its processes however they end; network disks show it to
+all machines. The file names the holder, for messages. On a disk without locks the file alone tells: a run that ended in
+order has cleared it, a process of this machine is looked up, and one of another machine counts as alive.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -27,10 +25,7 @@ from typing import ClassVar
 from distill.core.errors import RunError
 from distill.core.files import make_folder, try_lock, unlock
 from distill.core.folders import RUN_LOCK
-
-BEAT_S = 5.0
-POSITIONS = hasattr(os, "pwrite")  # not on Windows
-SIZE = 512  # bytes of the file: rewritten in place, so that a full disk cannot stop it
+from distill.core.launch import is_running
 
 
 def now() -> str:
@@ -48,21 +43,17 @@ class RunLock:
         self.started = now()
         self.path = folder / RUN_LOCK
         self._handle: int | None = None
-        self._since = 0
-        self._ends = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._is_ours = False  # whether this process has written its name into the file
 
     def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._ends.set()
         if self._handle is None:
             return
-        if self._beats is not None:
-            self._beats.join()
+        if self._is_ours:
             with contextlib.suppress(OSError):
-                _write(self._handle, b"{}")  # ended in order
+                _write(self._handle, {})  # ended in order
         unlock(self._handle)
         os.close(self._handle)
         _open_locks.discard(self._handle)
@@ -79,17 +70,16 @@ class RunLock:
         handle = self._handle
         assert handle is not None
         locked = try_lock(handle)
-        before = _read(handle)
-        if locked is False or (before and _is_alive(self.path, before, locked)):
+        holder = _read(handle)
+        if locked is False or (locked is None and _is_alive(holder)):
             self.__exit__()
+            unknown = f", or, if it has ended, delete {self.path}: this disk has no locks" if locked is None else ""
             raise RunError(
-                f"{self.folder}: another process writes there{_who(before)}; wait until it ends, or end it, then start "
-                "this command again"
+                f"{self.folder}: another process writes there{_who(holder)}; wait until it ends, or end it, then start "
+                f"this command again{unknown}"
             )
-        self._since = int(time.time())
-        self._write(0)
-        self._beats = threading.Thread(target=self._count, daemon=True, name="run lock")
-        self._beats.start()
+        _write(handle, {"host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())})
+        self._is_ours = True
 
     def share(self, wait: Callable[[], None] = lambda: None) -> None:
         """Share the lock among all processes of the run, so that it outlives rank 0; every process calls it.
@@ -135,56 +125,26 @@ class RunLock:
         RunLock.latest = self.folder
         _open_locks.add(self._handle)
 
-    def _write(self, beat: int) -> None:
-        assert self._handle is not None
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": self._since, "beat": beat}
-        _write(self._handle, json.dumps(who).encode())
 
-    def _count(self) -> None:
-        for beat in itertools.count(1):
-            if self._ends.wait(BEAT_S):
-                return
-            with contextlib.suppress(OSError):
-                self._write(beat)
-
-
-def _write(handle: int, text: bytes) -> None:
-    if POSITIONS:
-        os.pwrite(handle, text.ljust(SIZE), 0)
-    else:
-        os.lseek(handle, 0, os.SEEK_SET)
-        os.write(handle, text.ljust(SIZE))
+def _write(handle: int, holder: dict[str, object]) -> None:
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.truncate(handle, os.write(handle, json.dumps(holder).encode()))
 
 
 def _read(handle: int) -> dict[str, object]:
     """Return the holder that the file names; empty where it names none."""
+    os.lseek(handle, 0, os.SEEK_SET)
     try:
-        if POSITIONS:
-            text = os.pread(handle, SIZE, 0)
-        else:
-            os.lseek(handle, 0, os.SEEK_SET)
-            text = os.read(handle, SIZE)
-        value = json.loads(text.decode() or "{}")
+        value = json.loads(os.read(handle, 1024) or b"{}")
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _is_alive(path: Path, before: dict[str, object], locked: bool | None) -> bool:
-    """Return whether a holder unknown to the system's lock is alive: on another machine, or without locks."""
-    if locked and before.get("host") == socket.gethostname():
-        return False
-    until = time.monotonic() + 3 * BEAT_S
-    while time.monotonic() < until:
-        time.sleep(BEAT_S / 10)
-        handle = os.open(path, os.O_RDONLY)  # a network disk refreshes a file when it is opened
-        try:
-            now = _read(handle)
-        finally:
-            os.close(handle)
-        if now != before:
-            return bool(now)
-    return False
+def _is_alive(holder: dict[str, object]) -> bool:
+    if holder.get("host") != socket.gethostname():
+        return bool(holder)
+    return is_running(int(str(holder.get("pid", 0))))
 
 
 def _who(holder: dict[str, object]) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distill.core.diff_settings import diff_settings
 from distill.core.errors import quote
 from distill.objectives.measure import Measure
 from distill.recipe import parse
@@ -152,8 +153,7 @@ def _by_recipe(runs: Sequence[Run]) -> dict[str, tuple[dict[str, object], list[R
 
 
 def _changes(settings: dict[str, object], first: dict[str, object]) -> dict[str, object]:
-    names = sorted({*settings, *first})
-    return {name: settings.get(name) for name in names if settings.get(name) != first.get(name)}
+    return {name: now for name, _, now in sorted(diff_settings(first, settings))}
 
 
 def mean_and_spread(values: Sequence[float]) -> str:

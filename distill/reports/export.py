@@ -26,9 +26,7 @@ from distill.reports.packed_folder import pack_folder
 from distill.teachers.load_context import load_context
 from distill.teachers.opening import opened_pair
 from distill.teachers.registry import source_of
-from distill.training.checkpoint_validation import fault_of
-from distill.training.checkpoint_weights import load_weights
-from distill.training.checkpoints import STATE, checkpoints
+from distill.training.checkpoints import STATE, checkpoint_error, checkpoints, load_weights
 from distill.training.lock_file import LOCK_FILE, read_lock
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,7 +69,7 @@ def export(
     if (folder / STATE).is_file():
         source = folder
         run = folder.parent
-        fault = fault_of(folder)
+        fault = checkpoint_error(folder)
         if fault:
             raise RecipeError([f"{folder}: {fault}"])
     elif _holds_model(folder) and not _holds_model(source):

@@ -23,6 +23,7 @@ BEFORE_FILE = "before.json"
 METRICS_FILE = "metrics.jsonl"
 ADAPTER_FOLDER = "adapter"
 EXPORT_FOLDER = "export"
+START = ("started", "command", "device")  # of before.json; held-out metrics and samples follow after training
 BEGINNING = (RECIPE_FILE, LOCK_FILE, BEFORE_FILE, "attention.json", KERNELS_FILE)
 END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
 
@@ -47,7 +48,7 @@ def _files_below(folder: Path, name: str) -> list[str]:
 
 
 def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list[str]]] | None:
-    """Return metrics and responses from before training; None where there are none, or they are damaged."""
+    """Return metrics and responses from before training; None where there are none yet, or they are damaged."""
     path = folder / BEFORE_FILE
     if not path.exists():
         return None
@@ -56,9 +57,20 @@ def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list
         if fault:
             raise ValueError(fault)
         record = json.loads(path.read_text(encoding="utf-8"))
+        if record and set(record) <= set(START):  # the run has not measured the untrained student yet
+            return None
         figures: dict[str, Any] = measure.read(record["held_out"])
         figures = {name: math.nan if value is None else value for name, value in figures.items()}
         return HeldOut(**figures), dict(record["answers"])
     except (ValueError, KeyError, TypeError):
         log.warning("%s is damaged; the student is evaluated again", path)
         return None
+
+
+def read_start(folder: Path) -> dict[str, object]:
+    """Return when, by which command and on which device the run was first started; empty where that is not known."""
+    try:
+        record = json.loads((folder / BEFORE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {name: record[name] for name in START if name in record} if isinstance(record, dict) else {}

@@ -26,7 +26,6 @@ class BlockSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of this epoch, counted from 0, from now on."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

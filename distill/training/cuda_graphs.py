@@ -65,7 +65,6 @@ class CudaGraphCallback(TrainerCallback):
         self._start = 0.0
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Capture the graphs, or start the clock, as the step's number requires."""
         if self._decided:
             return
         if self._steps == 0 and not self.always and state.max_steps - state.global_step < WORTH:
@@ -79,7 +78,6 @@ class CudaGraphCallback(TrainerCallback):
             self._start = time.perf_counter()
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Record the step's time; decide once all times are there."""
         if self._decided:
             return
         if self._timed is not None:

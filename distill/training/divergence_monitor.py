@@ -89,8 +89,9 @@ class DivergenceMonitor(TrainerCallback):
 
     def _look(self, logs: Mapping[str, Any]) -> Iterator[str]:
         """Count the metrics of a log entry; yield in words those that were too high for `STEPS` entries."""
-        if self._start is None and math.isfinite(first := logs.get(self.figure, math.nan)):
-            self._start = first
+        present = logs.get(self.figure, math.nan)
+        if self._start is None and math.isfinite(present):
+            self._start = present
         # An entry is a training step's (it has `loss`) or an evaluation's, whose names begin with eval_.
         prefix, where = ("", "") if "loss" in logs else ("eval_", "held-out ")
         loss = logs.get(f"{prefix}{self.figure}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from distill.core.errors import DISK, disk_code
+from distill.core.errors import DISK, RunError, disk_code
 from distill.core.files import free_bytes, mount_of
 from distill.core.folders import has_begun, root_of
 from distill.core.ranks import world_size
@@ -29,6 +31,18 @@ if TYPE_CHECKING:
 
 MOST_WAYS = 4  # ways to save memory named in the message, so that it stays one line; `distill check` lists all
 CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # of torch.save, which gives no reason
+
+
+@contextlib.contextmanager
+def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
+    """Turn failures of the machine into `RunError`, one line that names the cure; others pass through."""
+    try:
+        yield
+    except Exception as error:
+        line = translated(error, recipe, folder)
+        if line is None:
+            raise
+        raise RunError(line) from error
 
 
 def translated(error: Exception, recipe: Recipe, folder: Path) -> str | None:

@@ -13,10 +13,10 @@ are called in its order. A moment that transformers has (`on_step_begin`, `on_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from transformers import TrainerCallback
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from distill.generation.rollout_steps import Collated
 
 L = TypeVar("L", bound=TrainerCallback)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class StepListener(TrainerCallback):
@@ -143,23 +145,29 @@ class Listeners:
                 return each
         raise ValueError(f"trainer: expected a callback of {kind.__name__}, got none")
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Enter the contexts of all listeners for the whole of `train`, the first one outermost."""
-        with ExitStack() as stack:
-            for each in self:
-                stack.enter_context(each.training())
-            yield
+    def notify(self, moment: Callable[Concatenate[StepListener, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call a method of all listeners, in their order, and return what they return.
+
+        Args:
+            moment: Method of `StepListener`, such as `StepListener.forward_done`.
+            args, kwargs: Its arguments.
+        """
+        return [getattr(each, moment.__name__)(*args, **kwargs) for each in self]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Enter the contexts of all listeners for a phase."""
+    def inside(
+        self, moment: Callable[Concatenate[StepListener, P], AbstractContextManager[object]], *args: P.args
+    ) -> Iterator[None]:
+        """Enter the contexts that a method of all listeners returns, the first one outermost."""
         with ExitStack() as stack:
             for each in self:
-                stack.enter_context(each.phase(name))
+                stack.enter_context(getattr(each, moment.__name__)(*args))
             yield
+
+    # --- of the objective, inside the student's forward
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        return self.inside(StepListener.phase, name)
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
-        """Hand a micro-batch's loss to all listeners."""
-        for each in self:
-            each.loss_computed(batch, result)
+        self.notify(StepListener.loss_computed, batch, result)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from distill.core.diff_settings import diff_settings
 from distill.core.environment import environment
-from distill.core.errors import RecipeError, differences, first_line, quote
+from distill.core.errors import RecipeError, first_line, quote
 from distill.models.load.fingerprint import model_identity
 from distill.models.loading import STUDENT_SEED, TEACHER_SEED
 from distill.models.patch.attention import BACKENDS
@@ -164,7 +165,7 @@ def check_same(locked: Mapping[str, object], now: Mapping[str, object], origin: 
         RecipeError: Something differs; the message names the first difference, the locked and the present value.
     """
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
-    for name, old, new in differences(imposed, now):
+    for name, old, new in diff_settings(imposed, now):
         raise RecipeError([f"{origin}: {name} differs: locked {quote(old)}, here {quote(new)}"])
 
 
@@ -213,5 +214,5 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path
             was = _without_attention(was)
             present = _without_attention(present)
         check_same({name: was}, {name: present}, origin)
-    for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
+    for name, old, new in diff_settings({"environment": before["environment"]}, {"environment": now["environment"]}):
         log.warning("%s was %s when the run began and is %s now: metrics may differ in rounding", name, old, new)

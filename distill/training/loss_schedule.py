@@ -44,7 +44,6 @@ class LossSchedule(StepListener):
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
-        """Set the loss of the optimizer step with this number (from 0)."""
         loss = self.section.at(step)
         if loss == self.now:
             return
@@ -53,5 +52,4 @@ class LossSchedule(StepListener):
         self.values = {line.setting: line.at(step) for line in self.section.schedule}
 
     def metrics(self) -> dict[str, float]:
-        """Return the scheduled settings of the present step, for the log."""
         return dict(self.values)

@@ -163,8 +163,12 @@ class Meter:
         }
         if drawn:
             figures["rollout_gap"] = gap / drawn
-        each = {"overlap": shares, **{f"overlap_{r}": shares[2 * n : 2 * n + 2] for n, r in enumerate(self.routes)}}
-        figures |= {name: sum(own[::2]) / count for name, own in each.items() if (count := sum(own[1::2]))}
+        overlaps = {"overlap": shares}  # shared tokens and count, of each route in turn
+        overlaps |= {f"overlap_{route}": shares[2 * n : 2 * n + 2] for n, route in enumerate(self.routes)}
+        for name, sums_and_counts in overlaps.items():
+            count = sum(sums_and_counts[1::2])
+            if count:
+                figures[name] = sum(sums_and_counts[::2]) / count
         if self.peak and None not in self.teacher.values() and self.student:
             available = self.peak * seconds * ranks
             figures["mfu_teacher"] = work / available

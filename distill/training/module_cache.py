@@ -28,7 +28,6 @@ def cache_modules(model: nn.Module) -> None:
 
 
 def cached_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters of a model."""
     return LISTS[model][1] if model in LISTS else list(model.parameters())
 
 
@@ -46,7 +45,6 @@ def train(model: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    """Replacement of `model.zero_grad` over the cached parameters."""
     if model not in LISTS or not set_to_none:
         type(model).zero_grad(model, set_to_none)
         return

@@ -51,7 +51,6 @@ class Phases:
         self.restart()
 
     def restart(self) -> None:
-        """Discard all times and enter the first phase."""
         self._free += [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
         self._marks = []
         self.steps = 0
@@ -59,11 +58,9 @@ class Phases:
 
     @property
     def current(self) -> str:
-        """Return the current phase."""
         return self._marks[-1][0]
 
     def enter(self, phase: str) -> None:
-        """Enter `phase`."""
         self._marks.append((phase, self._now()))
 
     @contextmanager

@@ -57,7 +57,6 @@ class MetricsFile(TrainerCallback):
         self._offset = len(text.encode()) - len(last.encode())
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
-        """Append a row, or extend the last one if it is of the same step."""
         if not state.is_world_process_zero or not logs:
             return
         if "loss" not in logs and not any(key.startswith("eval_") for key in logs):
@@ -108,8 +107,10 @@ def damage(path: Path) -> list[str]:
     content = path.read_bytes()
     lines = content.splitlines()[: None if content.endswith(b"\n") else -1]
     bad = [str(number) for number, line in enumerate(lines, 1) if _row(line.decode(errors="replace")) is None]
-    faults = [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"] if bad else []
-    return faults or ([fault] if (fault := entry_mismatch(path.parent, path.name)) else [])
+    if bad:
+        return [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"]
+    mismatch = entry_mismatch(path.parent, path.name)
+    return [] if mismatch is None else [mismatch]
 
 
 class ProgressReport(StepListener):
@@ -146,7 +147,6 @@ class ProgressReport(StepListener):
                 self._start += time.perf_counter() - begun
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Show the bar."""
         self._start = time.perf_counter()
         self._start_step = state.global_step
         if not state.is_world_process_zero or not self.console.is_terminal:
@@ -161,12 +161,10 @@ class ProgressReport(StepListener):
             self._bar.start()
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Advance the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
-        """Print the metrics of a logging step."""
         if not state.is_world_process_zero or not logs:
             return
         if "loss" not in logs:
@@ -176,23 +174,19 @@ class ProgressReport(StepListener):
         self._show(f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}")
 
     def _show_held_out(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        """Print the metrics of an evaluation during training."""
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         if "loss" in figures:
             self._show(f"step {state.global_step}/{state.max_steps}  held out: {figures_line(figures, self.measure)}")
 
     def _show(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
         with ignore_lost_terminal():
             lines = "\n".join(wrap_line(text, self.console.width))
             self.console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Remove the bar."""
         self.stop()
 
     def stop(self) -> None:
-        """Remove the bar, also after an error or Ctrl-C."""
         if self._bar is not None:
             bar = self._bar
             self._bar = None
@@ -207,7 +201,6 @@ class ProgressReport(StepListener):
 
 
 def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
-    """Return a line with loss, divergence, agreement and speed of one logging step."""
     parts = [f"loss {logs['loss']:.4f}"]
     parts += [f"{measure.display_name(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:

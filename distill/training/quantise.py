@@ -37,7 +37,6 @@ class QuantiseCallback(StepListener):
         self.trainer = trainer
 
     def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Go on with the parameters as they are sharded now."""
         self.weights.use_shards(self.trainer.model)
 
     def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: Any) -> None:
@@ -45,15 +44,12 @@ class QuantiseCallback(StepListener):
         self.weights.before_step(float(kwargs["optimizer"].param_groups[0]["lr"]))
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Round the updated weights."""
         self.weights.after_step()
 
     def save(self, checkpoint: Path) -> None:
-        """Write the master weights and scales."""
         self.weights.save(checkpoint if self.trainer.args.should_save else None)
 
     def restore(self, checkpoint: Path) -> None:
-        """Read the master weights and scales."""
         self.weights.use_shards(self.trainer.model)
         self.weights.restore(checkpoint)
 

@@ -32,7 +32,6 @@ class EmptyPaddedBatchSampler(BatchSampler):
         self.processes = processes
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield lists of row numbers."""
         number = 0
         for number, batch in enumerate(super().__iter__(), 1):  # noqa: B007
             yield batch

@@ -11,15 +11,16 @@ checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import TrainingArguments
 
 from distill.core import console
-from distill.core.errors import differences, quote
+from distill.core.diff_settings import Change, diff_settings
+from distill.core.errors import quote
 from distill.core.finished_run import finished_result
 from distill.core.folders import RECIPE_FILE, root_of
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
@@ -28,8 +29,7 @@ from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
 from distill.recipe.resume_policy import FREE, STEP, is_free, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
-from distill.training.checkpoint_validation import find_valid_checkpoint
-from distill.training.checkpoints import CHECKPOINT, checkpoints, unfinished_checkpoints
+from distill.training.checkpoints import CHECKPOINT, checkpoints, find_valid_checkpoint, unfinished_checkpoints
 from distill.training.lock_file import LOCK_FILE, read_lock
 
 SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards
@@ -41,15 +41,15 @@ class ResumePlan(NamedTuple):
     Attributes:
         recipe: Present recipe.
         path: Path of the run's recipe.yaml.
-        changed: Name, last value and present value of settings that differ from that file.
-        began: The same for settings that differ from the run's first recipe (lock.yaml, where it exists).
+        changed: Settings that differ from that file.
+        began: Settings that differ from the run's first recipe (lock.yaml, where it exists).
         processes: Number of processes of the run so far.
     """
 
     recipe: Recipe
     path: Path
-    changed: tuple[tuple[str, Any, Any], ...]
-    began: tuple[tuple[str, Any, Any], ...]
+    changed: Sequence[Change]
+    began: Sequence[Change]
     processes: int
 
     def lines(self) -> list[str]:
@@ -108,17 +108,19 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     old = _where_it_lies(load(path), recipe, folder)
     was = parse_yaml(dump(old), str(path))
     now = parse_yaml(dump(recipe), "recipe")
-    changed = tuple(differences(_by_teacher(was), _by_teacher(now)))
-    for setting, before, after in changed:
-        if setting not in STEP and not is_free(setting):
-            name, one, other = next(differences(_numbered({setting: before}), _numbered({setting: after})))
+    changed = diff_settings(was, now)
+    for name, before, after in changed:
+        if name not in STEP and not is_free(name):
             raise ValueError(
-                f"--resume: {name} differs from {path}: expected {quote(one)}, got {quote(other)}; a resumed run may "
-                f"change {', '.join(FREE)}, and train.batch_size where a step keeps its rows; restore the setting, or "
-                "start a new run with --name"
+                f"--resume: {name} differs from {path}: expected {quote(before)}, got {quote(after)}; a resumed run "
+                f"may change {', '.join(FREE)}, and train.batch_size where a step keeps its rows; restore the "
+                "setting, or start a new run with --name"
             )
     lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
-    plan = ResumePlan(recipe, path, changed, _since(lock.get("recipe", was), now), lock.get("processes", processes))
+    since_start = diff_settings(lock.get("recipe", was), now)
+    began = [change for change in since_start if change.name in STEP or is_free(change.name)]
+    began = [change for change in began if change.name != "output_dir"]
+    plan = ResumePlan(recipe, path, changed, began, lock.get("processes", processes))
     if any(name in STEP for name, _, _ in changed) or plan.processes != processes:
         _require_same_rows(old, plan, processes)
     return plan
@@ -148,25 +150,6 @@ def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
     return next(size for size in range(half, 0, -1) if rows % (size * processes) == 0), rows * recipe.data.max_length
 
 
-def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
-    """Return the changeable settings that differ."""
-    found = differences(_by_teacher(began), _by_teacher(now))
-    return tuple(each for each in found if each[0] in STEP or (is_free(each[0]) and each[0] != "output_dir"))
-
-
-def _by_teacher(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's tree with several teachers as a mapping from number, each of whose settings has a name."""
-    several = {"teachers": {str(n): each for n, each in enumerate(tree["teachers"])}} if "teachers" in tree else {}
-    return {**tree, **several}
-
-
-def _numbered(value: Any) -> Any:
-    """Return lists as mappings from index, so that a difference is named by its place."""
-    if isinstance(value, list):
-        value = {str(number): part for number, part in enumerate(value)}
-    return {name: _numbered(part) for name, part in value.items()} if isinstance(value, dict) else value
-
-
 def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
     train = plan.recipe.train
     length = plan.recipe.data.max_length
@@ -177,7 +160,8 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
             f"--resume: a step of this run has {rows} rows: expected train.batch_size {old.train.batch_size} on "
             f"{plan.processes} processes, got {train.batch_size} on {processes}; continue on {plan.processes} processes"
         )
-    if changes and (why := why_batch_size_stays(plan.recipe)):
+    why = why_batch_size_stays(plan.recipe)
+    if changes and why is not None:
         raise ValueError(
             f"--resume: train.batch_size: expected {old.train.batch_size}, since {why}; got {train.batch_size}; "
             "train.gradient_checkpointing: true saves memory too"
@@ -239,25 +223,15 @@ def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tupl
         run_lock.acquire()
     resumed = resume_plan(recipe, folder, processes=world_size())
     last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=unverified))
+    # a finished run without a checkpoint would be repeated from its first step
+    is_over = last is None and broadcast_from_rank0(lambda: finished_result(folder)) is not None
     if is_main_process():
-        print_resume_point(folder, last, [*refused, *resumed.lines()])
-    if is_finished(folder, last):
+        unused = [f"{path} is unfinished and is not used" for path in unfinished_checkpoints(folder)]
+        where = f"continuing from {last}" if last else "no checkpoint yet: starting at step 0"
+        if is_over:
+            where = f"{folder} is finished and has no checkpoint: nothing to train; --name starts another run"
+        for line in [*unused, *refused, *resumed.lines(), where]:
+            console.print_lines(line)
+    if is_over:
         raise SystemExit(0)
     return resumed, last
-
-
-def print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
-    """Print where a resumed run continues, and what is not used."""
-    for path in unfinished_checkpoints(folder):
-        console.print_lines(f"{path} is unfinished and is not used")
-    for line in refused:
-        console.print_lines(line)
-    if is_finished(folder, last):
-        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to train; --name starts another run")
-    else:
-        console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
-
-
-def is_finished(folder: Path, last: Path | None) -> bool:
-    """Return whether a run is finished and has no checkpoint, so that resuming would repeat all of it."""
-    return last is None and finished_result(folder) is not None

@@ -50,7 +50,6 @@ class StoredRollouts(StepListener):
         self.is_open = (state.global_step + 1) % self.every == 0
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
-        """Record the rollouts of a micro-batch."""
         if self.is_open and isinstance(result, tuple):
             self.add(batch, torch.stack(tuple(result[1])).detach())
 
@@ -75,7 +74,9 @@ class StoredRollouts(StepListener):
         ]
         begin = 0
         for document in documents_of(batch):
-            begin, mine = (end := begin + len(document.labels) - document.labels.count(IGNORE_INDEX)), slice(begin, end)
+            end = begin + len(document.labels) - document.labels.count(IGNORE_INDEX)
+            mine = slice(begin, end)
+            begin = end
             if drawn[mine.start] != drawn[mine.start]:  # NaN: a response of the data set, not sampled
                 continue
             reward, advantage = (None if each is None else each[mine.start] for each in scores)
@@ -123,7 +124,6 @@ class StoredRollouts(StepListener):
 
 
 def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file of one step's rollouts, sorted by their tokens."""
     import pyarrow
     from pyarrow import parquet
 
@@ -141,17 +141,14 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def name_of(step: int) -> str:
-    """Return the name of a step's file."""
     return f"step-{step:08}.parquet"
 
 
 def files(run: Path) -> list[Path]:
-    """Return a run's rollout files, by step."""
     return sorted((run / FOLDER).glob("step-*.parquet"))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of one file."""
     from pyarrow import parquet
 
     return parquet.read_table(file).to_pylist()

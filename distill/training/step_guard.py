@@ -41,6 +41,14 @@ log = logging.getLogger(__name__)
 LIMIT = 10
 
 
+class StoppedBySignal(SystemExit):
+    """End of training after the step and the checkpoint that followed a signal; its code is 128 + the number."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(128 + number)
+        self.signal = number.name
+
+
 class StepGuard(StepListener):
     """Listener that guards one trainer's steps.
 
@@ -79,13 +87,11 @@ class StepGuard(StepListener):
         self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[Batch]] | None = None
 
     def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool = True) -> None:
-        """Record a micro-batch of the current step and its loss."""
         self._batches.append(batch)
         loss = loss.detach().float()
         self._loss = loss if self._loss is None else self._loss + loss
 
     def gradient_norm_computed(self, norm: Any) -> None:
-        """Record the gradient norm of the step, where clipping has computed it."""
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._norm = norm.detach() if isinstance(norm, torch.Tensor) else None
 
@@ -95,7 +101,7 @@ class StepGuard(StepListener):
 
         Raises:
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
-            SystemExit: SIGTERM or SIGHUP, likewise; code 128 + the signal's number.
+            StoppedBySignal: SIGTERM or SIGHUP, likewise.
             ValueError: Loss or gradients were NaN or infinite in every step.
         """
         with self.stop_on_signals():
@@ -106,14 +112,13 @@ class StepGuard(StepListener):
         elif self.interrupted:
             raise KeyboardInterrupt
         elif self.stopping:
-            raise SystemExit(128 + signal.Signals[self.ended_by_signal])
+            raise StoppedBySignal(signal.Signals[self.ended_by_signal])
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Keep the trainer's state, which tells how many steps it has made at the end."""
         self._state = state
 
     def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Check the gradients before the optimizer uses them."""
         self.before_step(kwargs["model"], kwargs["optimizer"], state.global_step + 1)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -122,7 +127,6 @@ class StepGuard(StepListener):
             control.should_log = control.should_save = control.should_training_stop = True
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skipped steps, where there are any."""
         return {"skipped_steps": self.skipped} if self.skipped else {}
 
     def before_step(self, model: nn.Module, optimizer: Any, step: int) -> None:
@@ -168,7 +172,6 @@ class StepGuard(StepListener):
         self._read()
 
     def _read(self) -> None:
-        """Read the flags of the last step and count skipped steps."""
         if self._waiting is None:
             return
         flags, event, step, seen = self._waiting
@@ -204,7 +207,6 @@ class StepGuard(StepListener):
         )
 
     def _stopped(self, step: int, fault: str | None, path: Path) -> str:
-        """Return a message with the reason why the run ends, and the cure."""
         if fault is not None:
             return (
                 f"stopped at step {step}: the teacher is NaN or infinite ({fault}), and so was the loss "
@@ -292,7 +294,6 @@ class IgnoreSignalsWorkerInit:
         self.begin = begin
 
     def __call__(self, number: int) -> None:
-        """Ignore the signals; called in the worker."""
         ignored = {getattr(signal, each) for each in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, each)}
         if hasattr(signal, "sigwaitinfo"):
             signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # before the thread, which inherits it

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from distill.core.heartbeat import count_micro_batch, watched_training
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe import Loss, Recipe
 from distill.teachers.objective import DistillationObjective
+from distill.training.checkpoints import checkpoints
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.layer_terms import LayerTerms
@@ -29,7 +31,6 @@ from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.transformers_compat import TransformersCompat
-from distill.training.watchdog import RankWatch
 
 if TYPE_CHECKING:
     from distill.core.run_lock import RunLock
@@ -112,6 +113,30 @@ def run_listeners(
     return found
 
 
+class RankWatch(StepListener):
+    """Listener that has the heartbeat of this process watch the other ranks while they train.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def training(self) -> AbstractContextManager[None]:
+        """End this process in the context where another rank has stopped or hangs."""
+        return watched_training(self._advice)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        if name == "student":
+            count_micro_batch()
+        return nullcontext()
+
+    def _advice(self) -> str:
+        last = checkpoints(self.folder)[-1:]
+        return f"continue from {last[0]} with --resume" if last else "there is no checkpoint"
+
+
 class TrainingMetrics(StepListener):
     """Listener that measures steps.
 
@@ -125,7 +150,6 @@ class TrainingMetrics(StepListener):
         self.reduce = reduce
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Begin the first interval."""
         self.meter.restart()
 
     def phase(self, name: str) -> AbstractContextManager[object]:
@@ -133,21 +157,17 @@ class TrainingMetrics(StepListener):
         return self.meter.paused() if name == PAUSED else self.meter.phases.measure(name)
 
     def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
-        """Count a micro-batch."""
         self.meter.add(batch, output["statistics"], inputs.weight, output.get("drawn"))
 
     def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool) -> None:
-        """Enter the phase of the optimizer after the last micro-batch."""
         if is_last:
             self.meter.phases.enter("optimizer")
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Enter the phase of the data, and count the step."""
         self.meter.phases.enter("data")
         self.meter.phases.steps += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the interval."""
         return self.meter.read(self.reduce)
 
 
@@ -164,7 +184,6 @@ class TeacherUpdates(StepListener):
         self.objective = objective
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Update a moving-average teacher."""
         self.objective.teacher.update_ema(self.objective.student)
 
     def on_epoch_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -178,7 +197,6 @@ class TeacherUpdates(StepListener):
             self.objective.teacher.save(checkpoint)
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore what training has changed in the teacher."""
         self.objective.teacher.restore(checkpoint)
 
 

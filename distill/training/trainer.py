@@ -31,7 +31,7 @@ from distill.recipe import Loss
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
-from distill.training.listeners import Listeners
+from distill.training.listeners import Listeners, StepListener
 from distill.training.metrics import count_sums, metrics_from_sums
 from distill.training.phases import PAUSED
 from distill.training.step_listeners import training_listeners
@@ -128,8 +128,8 @@ class DistillationTrainer(TransformersCompat):
             student_inputs = self.objective.student_inputs(inputs, num_items_in_batch)
         output = model(**student_inputs)
         if model.training:
-            for each in self.listeners:
-                each.forward_done(inputs, student_inputs["step_inputs"].value, output)
+            step_inputs = student_inputs["step_inputs"].value
+            self.listeners.notify(StepListener.forward_done, inputs, step_inputs, output)
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
@@ -139,8 +139,7 @@ class DistillationTrainer(TransformersCompat):
         """Extend `Trainer`'s method: notify the listeners after each micro-batch."""
         with self.listeners.phase("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
-        for each in self.listeners:
-            each.micro_batch_done(inputs, loss, self.accelerator.sync_gradients)
+        self.listeners.notify(StepListener.micro_batch_done, inputs, loss, self.accelerator.sync_gradients)
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
@@ -155,8 +154,7 @@ class DistillationTrainer(TransformersCompat):
             raise ValueError("loss.terms: a reward needs a callback of RolloutBatches with rewards; got none")
         step = self.state.global_step
         are_final = not any(each.replaces_batches for each in self.listeners)
-        for each in self.listeners:
-            each.begin_step(step)
+        self.listeners.notify(StepListener.begin_step, step)
         for each in self.listeners:
             epoch_iterator = each.epoch_batches(epoch_iterator, num_batches, are_final)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -164,9 +162,8 @@ class DistillationTrainer(TransformersCompat):
             for each in self.listeners:
                 batches = each.replace(batches, step, self.state.max_steps - step - 1)
             count = self._get_num_items_in_batch(batches, device)
-        upcoming = itertools.chain.from_iterable(each.upcoming() for each in self.listeners)
-        for each in self.listeners:
-            each.batches_taken(batches, upcoming)
+        upcoming = itertools.chain.from_iterable(self.listeners.notify(StepListener.upcoming))
+        self.listeners.notify(StepListener.batches_taken, batches, upcoming)
         return batches, count
 
     # --------------------------------------------------------------- metrics
@@ -174,8 +171,8 @@ class DistillationTrainer(TransformersCompat):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the listeners' metrics to a training step's log; every rank calls it."""
         if "loss" in logs and self.is_in_train:
-            for each in self.listeners:
-                logs = logs | each.metrics()
+            for metrics in self.listeners.notify(StepListener.metrics):
+                logs = logs | metrics
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +186,7 @@ class DistillationTrainer(TransformersCompat):
             KeyboardInterrupt: Ctrl-C.
             SystemExit: SIGTERM (code 143) or SIGHUP (129).
         """
-        with self.listeners.training():
+        with self.listeners.inside(StepListener.training):
             return super().train(*args, **kwargs)
 
     @torch.no_grad()
@@ -241,20 +238,14 @@ class DistillationTrainer(TransformersCompat):
     # ----------------------------------------------------------- checkpoints
 
     def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        """Pass the gradient norm to the listeners."""
-        for each in self.listeners:
-            each.gradient_norm_computed(norm)
+        self.listeners.notify(StepListener.gradient_norm_computed, norm)
 
     def writing_checkpoint(self) -> AbstractContextManager[object]:
         """Return the context of writing a checkpoint, whose time is not counted as step time."""
         return self.listeners.phase(PAUSED)
 
     def save_listeners(self, checkpoint: Path) -> None:
-        """Write the listeners' state into a checkpoint."""
-        for each in self.listeners:
-            each.save(checkpoint)
+        self.listeners.notify(StepListener.save, checkpoint)
 
     def restore_listeners(self, checkpoint: Path) -> None:
-        """Restore the listeners' state from a checkpoint."""
-        for each in self.listeners:
-            each.restore(checkpoint)
+        self.listeners.notify(StepListener.restore, checkpoint)

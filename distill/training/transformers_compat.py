@@ -28,8 +28,7 @@ from distill.core.manifest import write_manifest
 from distill.data.packing import BLOCK
 from distill.models.sharding import has_no_state, use_fsdp2
 from distill.training.block_sampler import BlockSampler
-from distill.training.checkpoint_weights import load_weights
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, load_weights, rotate_checkpoints
 from distill.training.module_cache import cached_parameters
 from distill.training.rank_batches import without_repeated_rows
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
@@ -192,17 +191,20 @@ class TransformersCompat(Trainer):
         folder = Path(super()._get_output_dir(trial))
         unfinished = folder / UNFINISHED
         name = f"{CHECKPOINT}{self.state.global_step}"
-        with self.writing_checkpoint(), without_rotation(self.args) as limit:
+        limit = self.args.save_total_limit
+        with self.writing_checkpoint():
             if self.args.should_save:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             self._checkpoint_folder = str(unfinished)
+            self.args.save_total_limit = None  # `Trainer` would delete old ones before the new one has its name
             try:
                 super()._save_checkpoint(model, trial)
                 self.save_listeners(unfinished / name)
             finally:
                 self._checkpoint_folder = None
+                self.args.save_total_limit = limit
             self.accelerator.wait_for_everyone()
             if self.state.best_model_checkpoint == str(unfinished / name):
                 self.state.best_model_checkpoint = str(folder / name)
@@ -235,6 +237,16 @@ def begin_above_zero(scheduler: LRScheduler, steps: int) -> None:
 
 def _one_step_ahead(factor: Callable[[int], float], steps: int) -> Callable[[int], float]:
     return lambda step: factor(step + (step < steps))
+
+
+def lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Return whether a run ended in the evaluation that was due after the step that it resumes from."""
+    step = state.global_step
+    every = state.eval_steps
+    if args.eval_strategy != "steps" or not step or not every or step % every:
+        return False
+    here = [row for row in state.log_history if row.get("step") == step]
+    return bool(here) and not any(key.startswith("eval_") for row in here for key in row)
 
 
 class ResumedState(TrainerCallback):

@@ -1,120 +1,77 @@
-"""Measurement of the untrained student after the first logged step, so that a run begins to train at once.
+"""Weights of the untrained student in host memory, with which it is measured once training is over.
 
-    untrained = MeasureUntrained(trainer, measure)
-    trainer.add_callback(untrained)
+    untrained = UntrainedWeights(student)      # before a checkpoint is loaded and the first step is made
     trainer.train()
-    untrained.result()
+    with untrained.exchanged(student):
+        ...
 
-Only an optimizer step changes the weights: a copy in host memory is made during the first step's forward and backward.
-The student gets those weights back while it is measured, so that the figures are the same to the bit.
+Loading the student a second time would give the same weights at a higher price: one that is cut from its teacher needs
+the teacher again as it was before kernels were put into it, and one that starts from GPTQ needs its calibration.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState
+from torch import nn
 
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
-from distill.training.listeners import StepListener
-from distill.training.phases import PAUSED
+from distill.models.dtypes import quantised_weights
 from distill.training.trainer import DistillationTrainer
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.25  # largest share of the host's free memory that the copies of all processes take
 
 
-class MeasureUntrained(StepListener, Generic[T]):
-    """Listener that measures the untrained student: after the first logged step unless `first`.
+class UntrainedWeights:
+    """Copy of what training changes in a student: trained weights, quantised weights under adapters, buffers."""
 
-    Args:
-        trainer: Trainer of the student.
-        measure: Function that measures the student with its present weights; every rank calls it.
-        first: Measure now (`is_measured_first`).
-    """
-
-    def __init__(self, trainer: DistillationTrainer, measure: Callable[[], T], *, first: bool) -> None:
-        self.trainer = trainer
-        self.measure = measure
-        self._result = measure() if first else None
-        self._copying: Future[list[torch.Tensor]] | None = None
-        self._buffers: list[torch.Tensor] = []
-
-    def result(self) -> T:
-        """Return what was measured; measures now if no step was logged."""
-        if self._result is None:
-            with self.trainer.listeners.phase(PAUSED), self._untrained_weights():
-                self._result = self.measure()
-        return self._result
-
-    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Copy the buffers, which a forward may change, and begin to copy the weights."""
-        if self._result is None:
-            self._buffers = [each.to("cpu", copy=True) for each in self.trainer.model.buffers()]
-            device = self.trainer.args.device
-            stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(device))
-            executor = ThreadPoolExecutor(1, thread_name_prefix="untrained")
-            self._copying = executor.submit(self._copy, stream)
-            executor.shutdown(wait=False)
-
-    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Wait for the copy before the weights change."""
-        if self._copying is not None:
-            self._copying.result()
-
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Measure the untrained student after the first logged step, unless a signal ends the run after it."""
-        if self._copying is not None and not control.should_training_stop:
-            self.result()
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [each.data for each in self.trainer.model.parameters() if each.requires_grad]
-
-    def _copy(self, stream: torch.cuda.Stream | None) -> list[torch.Tensor]:
-        with torch.cuda.stream(stream):
-            return [each.to("cpu", copy=True) for each in self._weights()]
+    def __init__(self, student: nn.Module) -> None:
+        self._copies = [tensor.to("cpu", copy=True) for tensor in _changed_by_training(student)]
 
     @contextmanager
-    def _untrained_weights(self) -> Iterator[None]:
-        """Give the student its untrained weights inside the block; drop the copy at its end."""
-        copies = [] if self._copying is None else [*self._copying.result(), *self._buffers]
-        tensors = [*self._weights(), *self.trainer.model.buffers()] if copies else []
-        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for own, saved in zip(tensors, copies, strict=True):
-            trained = own.to("cpu", copy=True)
-            if not torch.equal(trained, saved):
-                own.copy_(saved)
-                changed.append((own, trained))
+    def exchanged(self, student: nn.Module) -> Iterator[None]:
+        """Give the student its untrained weights in the block; it has the trained ones back after it, and any error."""
+        self._exchange(student)
         try:
             yield
         finally:
-            for own, trained in changed:
-                own.copy_(trained)
-            self._copying = None
-            self._buffers = []
+            self._exchange(student)
+
+    @torch.no_grad()
+    def _exchange(self, student: nn.Module) -> None:
+        for tensor, copied in zip(_changed_by_training(student), self._copies, strict=True):
+            present = tensor.to("cpu", copy=True)
+            tensor.copy_(copied)
+            copied.copy_(present)
 
 
-def is_measured_first(trainer: DistillationTrainer, *, resumed: bool) -> bool:
+def _changed_by_training(student: nn.Module) -> list[torch.Tensor]:
+    parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    quantised: Any = quantised_weights(student)
+    if quantised is not None:  # under an adapter, the frozen base weight holds the rounded merged one
+        matrices = quantised.matrices.values()
+        parameters += [matrix.parameter for matrix in matrices if not matrix.parameter.requires_grad]
+    return [parameter.data for parameter in parameters] + list(student.buffers())
+
+
+def must_measure_first(trainer: DistillationTrainer) -> bool:
     """Return whether the untrained student must be measured before the first step; every rank calls it.
 
-    It must be where training changes the teacher, too, where loaded weights are replaced by a checkpoint's, and where
-    its weights are sharded or a copy of them takes too much memory.
+    It must be where training changes the teacher, too, where the student will be sharded, and where a copy of its
+    weights takes too much memory.
     """
-    if resumed or trainer.is_fsdp_enabled or trainer.objective.teacher.follows_student:
+    if trainer.is_fsdp_enabled or trainer.objective.teacher.follows_student:
         return True
     import psutil  # comes with accelerate
 
-    size = world_size() * sum(each.nbytes for each in trainer.model.parameters() if each.requires_grad)
+    size = world_size() * sum(tensor.nbytes for tensor in _changed_by_training(trainer.model))
     is_large = broadcast_from_rank0(lambda: size > MEMORY_SHARE * psutil.virtual_memory().available)
     if is_large and is_main_process():
         log.warning("the student is measured before the first step, since %.0f GiB for copies are not free", size / GIB)

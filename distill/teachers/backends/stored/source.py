@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from distill.core.errors import differences
+from distill.core.diff_settings import diff_settings
 from distill.core.files import free_bytes, make_folder, nearest_existing
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
@@ -377,7 +377,7 @@ class StoredPlan(TeacherPlan):
         flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
         names = [name for name in (*same, "teacher.dtype") if all(plan.get(name) is not None for plan in flat)]
         first, second = ({name: plan[name] for name in names} for plan in flat)
-        for name, old, new in differences(first, second):
+        for name, old, new in diff_settings(first, second):
             raise ValueError(
                 f"{self.place}: {self.folder} was begun with other settings: {name} was {old!r}, now {new!r}; "
                 "name another folder"
