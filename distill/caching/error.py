@@ -25,6 +25,7 @@ from distill.core.labels import shift_labels
 from distill.data.collator import Collator, move_batch
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.objectives.losses import LogitTransforms
+from distill.objectives.row_packing import DTYPES
 from distill.objectives.top_k_encoding import (
     Encoding,
     TopK,
@@ -34,7 +35,6 @@ from distill.objectives.top_k_encoding import (
     rounding_cost,
     surplus_of,
 )
-from distill.teachers.backends.stored.format import DTYPES
 from distill.teachers.backends.stored.settings import TAILS
 
 KS = (8, 16, 32, 64, 128, 256)

@@ -19,12 +19,12 @@ from distill.models.loading import load_student
 from distill.models.shape import Shape
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.measure import Measure, cache_measure
+from distill.objectives.row_packing import DTYPES
 from distill.objectives.targets import TargetFormat
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.stored.format import (
-    DTYPES,
     HEAD,
     MANIFEST,
     STUDENT,

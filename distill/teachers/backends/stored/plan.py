@@ -18,11 +18,10 @@ from distill.core.tensor_files import write_tensors
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.loading import save_student
 from distill.objectives.hidden import HiddenFormat
-from distill.objectives.top_k_encoding import Encoding, encode, pack_hidden
+from distill.objectives.row_packing import DTYPES, pack_hidden, pack_top_k
+from distill.objectives.top_k_encoding import Encoding, encode
 from distill.recipe import Recipe
 from distill.teachers.backends.stored.format import (
-    DTYPES,
-    FIGURES,
     HEAD,
     KEY_BYTES,
     MANIFEST,
@@ -37,7 +36,6 @@ from distill.teachers.backends.stored.format import (
     document_sums,
     map_tensors,
     shard_path,
-    split_ids,
     sum_of_sums,
     write_signed,
 )
@@ -138,18 +136,15 @@ def stored_tensors(
     """Return the tensors to store for states [M, H] and labels [M]: states on their device, or K tokens on the CPU."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":
-        return pack_hidden(hidden, dtype)
+        values, scale = pack_hidden(hidden, dtype)
+        return {"hidden": values} if scale is None else {"hidden": values, "hidden_scale": scale}
     encoding = Encoding(*(plan[name] for name in ("vocabulary", "k", "tail", "temperature")))
     return stored_top_k(encode(hidden, *head, labels, encoding, generator)._asdict(), plan)
 
 
 def stored_top_k(top: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
     """Return the tensors to store for K tokens of M positions, named as in `TopK`, on the CPU."""
-    dtype = DTYPES[plan["dtype"]]
-    low, high = split_ids(top["ids"].cpu().numpy(), plan["vocabulary"])
-    tensors = {"ids": torch.from_numpy(low)}
-    tensors |= {name: top[name].to(dtype).cpu() for name in ("logprobs", *FIGURES)}
-    return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
+    return pack_top_k(top, plan["vocabulary"], DTYPES[plan["dtype"]])
 
 
 def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

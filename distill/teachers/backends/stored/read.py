@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from distill.core.manifest import first_damaged_file
+from distill.objectives.row_packing import DTYPES, FIGURES, pack_top_k, unpack_top_k
 from distill.recipe import Generate, Recipe
 from distill.teachers.backends.stored.format import (
     ANSWERS,
     DOCUMENTS,
-    DTYPES,
-    FIGURES,
     HEAD,
     KEY_BYTES,
     MANIFEST,
@@ -34,14 +33,12 @@ from distill.teachers.backends.stored.format import (
     as_arrays,
     document_sums,
     documents_of,
-    join_ids,
     manifest_of,
     map_tensors,
     read_json,
     rows_of,
     shard_path,
     sizes_of,
-    split_ids,
     sum_of_sums,
 )
 from distill.teachers.base import Prompt
@@ -132,11 +129,9 @@ class Shards:
             dtype = DTYPES[self.manifest["dtype"]]
             scale = {f"{PREFIX}{name}": torch.from_numpy(values) for name, values in whole.items()}
             return {f"{PREFIX}hidden": bits.view(dtype), **scale}
-        ids = join_ids(whole["ids"], whole.get("ids_high"), self.manifest["vocabulary"])
-        return {
-            f"{PREFIX}ids": torch.from_numpy(ids),
-            **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
-        }
+        packed = {name: torch.from_numpy(values) for name, values in whole.items()}
+        top = unpack_top_k(packed, self.manifest["vocabulary"])
+        return {f"{PREFIX}{name}": values for name, values in top.items()}
 
     def reader(self, document: Document, row: int) -> Callable[[], dict[str, np.ndarray]]:
         """Return a function that reads what is stored of a document's positions; `row` is its row, for the error.
@@ -196,12 +191,9 @@ def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
     if plan["kind"] == "hidden":
         tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}
         return as_arrays(tensors | ({"hidden_scale": torch.empty(0)} if plan["dtype"] == "fp8" else {}))
-    low, high = split_ids(np.empty((0, plan["k"]), np.int32), plan["vocabulary"])
-    arrays = {"ids": low} if high is None else {"ids": low, "ids_high": high}
-    tensors = {"logprobs": torch.empty(0, plan["k"], dtype=dtype)} | {
-        name: torch.empty(0, dtype=dtype) for name in FIGURES
-    }
-    return arrays | as_arrays(tensors)
+    none = torch.empty(0)
+    top = {"ids": torch.empty(0, plan["k"], dtype=torch.int32), "logprobs": torch.empty(0, plan["k"])}
+    return as_arrays(pack_top_k(top | dict.fromkeys(FIGURES, none), plan["vocabulary"], dtype))
 
 
 class TeacherCache(Shards):

@@ -22,13 +22,13 @@ from distill.core.ranks import is_main_process
 from distill.data.collator import BatchColumns, Row, trained_rows
 from distill.models.flops import FlopCounts
 from distill.models.precision.host_copy import for_transfer, to_device
+from distill.objectives.row_packing import DTYPES, unpack_hidden
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
-from distill.objectives.top_k_encoding import rounding_cost, unpack_hidden
+from distill.objectives.top_k_encoding import rounding_cost
 from distill.recipe import Generate
 from distill.teachers.backends.stored.format import (
     ANSWERS,
-    DTYPES,
     MANIFEST,
     Document,
     Plan,
