@@ -27,9 +27,9 @@ from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.archived import section_to_load
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.store import Store
 
 RECIPE = """
 teacher: {model: teacher}
@@ -165,12 +165,12 @@ def hold_same(one, two, device):
     if device == "cpu":
         assert first == second
         return
-    caches = [TeacherCache(folder) for folder in (one, two)]
+    caches = [Store(folder) for folder in (one, two)]
     for key in first:
-        (shard, number), (other, its) = (cache.find(key) for cache in caches)
-        (a, b), (c, d) = caches[0].read_back(shard, number), caches[1].read_back(other, its)
+        (shard, number), (other, its) = (cache.shards.find(key) for cache in caches)
+        (a, b), (c, d) = caches[0].shards.verify(shard, number), caches[1].shards.verify(other, its)
         for name in first[key]:
-            values, others = caches[0].shards[shard][name][a:b], caches[1].shards[other][name][c:d]
+            values, others = caches[0].shards.arrays[shard][name][a:b], caches[1].shards.arrays[other][name][c:d]
             near = torch.isclose(torch.from_numpy(values).float(), torch.from_numpy(others).float(), 1e-3, 2e-3)
             assert near.double().mean() > 0.99, name
 

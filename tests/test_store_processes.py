@@ -22,8 +22,8 @@ from tiny import save_models
 
 from distill.cli import run_command
 from distill.core.tensor_files import write_tensors
-from distill.teachers.backends.stored.format import PLAN, read_json, shard_path
-from distill.teachers.backends.stored.store import PART, Store
+from distill.teachers.backends.stored.format import PART, PLAN, read_json, shard_path
+from distill.teachers.backends.stored.store import Fills, Store
 
 RECIPE = """
 teacher: {model: teacher, online_cache: kept}
@@ -167,13 +167,13 @@ def test_a_store_is_read_while_another_process_renames_its_parts(store):
     writer = threading.Thread(target=rename)
     writer.start()
     try:
-        found = Store(plan, store, {}, all_parts=True)
+        found = Store(store, Fills(plan, all_parts=True))
         for _ in range(60):
-            found._map()
-            for shard, number in filter(None, map(found.find, keys)):
-                found.read_back(shard, number)
+            found.shards.map()
+            for shard, number in filter(None, map(found.shards.find, keys)):
+                found.shards.verify(shard, number)
     finally:
         ended.set()
         writer.join()
-    found._map()
+    found.shards.map()
     assert all(found.has(key) for key in keys)

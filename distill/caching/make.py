@@ -21,11 +21,11 @@ from distill.models.sharding import SINGLE_PROCESS
 from distill.planning.cache_memory import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.teachers.backends.stored.archived import section_to_load
+from distill.teachers.backends.stored.contents import LogitHead, head_of
 from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
-from distill.teachers.backends.stored.plan import LogitHead, head_of
+from distill.teachers.backends.stored.maker import section_to_load
+from distill.teachers.backends.stored.plan import StoredPlan
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.source import StoredPlan
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.base import Teacher
@@ -156,8 +156,7 @@ def make_cache(
     keep.option = "--out"
     keep.chosen = settings
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
-    store = kept.filled
-    assert store is not None
+    store = kept.store
     splits = [keep.noted.train, keep.noted.validation]
     if is_main_process():
         _announce(loaded, store, say)

@@ -71,7 +71,7 @@ def fill(
     Raises:
         ValueError: another run stores into the folder.
     """
-    store = teacher.filled
+    store = teacher.store
     rank = int(os.environ.get("RANK", "0"))
     world = world_size()
     if not store.writes:
@@ -87,7 +87,7 @@ def fill(
         mine = rows[start + rank * batch_size : start + (rank + 1) * batch_size]
         if mine or teacher.is_collective():
             batch = collate([tables[row.split][row.number] for row in mine])
-            teacher.fill(move_batch(batch, teacher.device), store)
+            teacher.targets(move_batch(batch, teacher.device))
         advance(sum(row.positions for row in rows[start : start + batch_size * world]))
     store.write()
     store.land()

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +55,9 @@ TEACHER = "teacher"
 STUDENT = "student"
 KEY_BYTES = 16
 SHARD = "shard-"  # prefix of the names of shards
+PART = f"{SHARD}part-"  # of those of a store that is not complete
 BITS = {torch.bfloat16: torch.uint16, FP8: torch.uint8}  # dtypes that numpy does not know, and what holds their bits
-Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.backends.stored.plan`
+Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.backends.stored.contents`
 DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard with a value per document, not per position
 
 
@@ -192,15 +193,15 @@ def sum_of_sums(path: Path, cure: str = "delete it") -> str:
     return digest.hexdigest()
 
 
-def sizes_of(folder: Path, count: int, cure: str) -> Sequence[int]:
-    """Return the bytes of the shards, in order.
+def sizes_of(folder: Path, names: Iterable[str], cure: str) -> list[int]:
+    """Return the bytes of shards, in order.
 
     Raises:
         ValueError: one is missing; the message has the cure.
     """
     sizes = []
-    for number in range(count):
-        path = shard_path(folder, number)
+    for name in names:
+        path = folder / name
         if not path.is_file():
             raise ValueError(f"teacher.path: {path} is missing; {cure}")
         sizes.append(path.stat().st_size)
