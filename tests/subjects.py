@@ -10,7 +10,7 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_tokenizers import WORDS, readers
 
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.data.formats import Format
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.remote_outputs import OUTPUT_READERS

@@ -25,7 +25,8 @@ generate: {prompts: []}
 ALONE = ["-m", "distill"]
 TWO = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 # parts so small that there are many
-MANY_PARTS = ["-c", "from distill.caching import write; write.LEAST_ROWS = 1; from distill.cli import main; main()"]
+SMALL_PARTS = "from distill.teachers.backends.stored import epoch; epoch.LEAST_ROWS = 1"
+MANY_PARTS = ["-c", f"{SMALL_PARTS}; from distill.cli import main; main()"]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
+from distill.commands.cache_epoch import load as load_for_cache
 from distill.data.collator import Collator
 from distill.models.loading import load_teacher
 from distill.recipe import dump, parse

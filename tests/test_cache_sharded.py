@@ -19,13 +19,13 @@ from test_parallel import gpu_of
 from tiny import save_models
 from two_ranks import run_as_two
 
-from distill.caching import write
-from distill.caching.make import load, make_cache
 from distill.cli import run_command
+from distill.commands.cache_epoch import load, make_cache
 from distill.core import ranks
 from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
+from distill.teachers.backends.stored import epoch
 from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.backends.stored.settings import Settings
@@ -82,7 +82,7 @@ def both(folder, device, *cases):
     """Body of each of the two processes."""
     os.chdir(folder)
     torch.set_num_threads(1)
-    write.LEAST_ROWS = FEW_ROWS
+    epoch.LEAST_ROWS = FEW_ROWS
     found = {case: said_by(command(case, device, "--out", f"two-{case}")) for case in cases}
     found |= {name: said_by(command("drawn", device, *more)) for name, more in REFUSED.items()}
     found["report"] = said_by(command("drawn", device, "--report"))
@@ -122,7 +122,7 @@ def made_by_two(folder, device, cases):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as limit:
         limit.chdir(folder)
-        limit.setattr(write, "LEAST_ROWS", FEW_ROWS)
+        limit.setattr(epoch, "LEAST_ROWS", FEW_ROWS)
         limit.setattr(torch.cuda, "device_count", lambda: 1)
         if device == "cuda":
             limit.delenv("TRITON_INTERPRET", raising=False)

@@ -11,7 +11,7 @@ from test_quantised import BITNET, saved
 from tiny import save_models, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.generation.greedy import generate
 from distill.models.layers import is_offloaded
 from distill.models.loading import load_teacher

@@ -15,10 +15,10 @@ from helpers import assert_as_good_as_torch, stored_documents
 from tiny import save_models, tiny_model
 from torch.nn import functional as F
 
-from distill.caching.error import measure, take_sample
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.core.manifest import SUM, with_checksum
 from distill.data.collator import Collator
+from distill.evaluation.cache_error import measure
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers.backends.stored import format as layout
@@ -392,7 +392,7 @@ def test_damaged_caches_are_detected(bucket, tmp_path):
 
 
 def test_reported_errors_fall_with_k(loaded):
-    sample = take_sample(loaded, 64)
+    sample = loaded.sample(64)
     assert len(sample.labels) == 64
     rows = measure(sample, temperature=1.0, ks=(8, 64, 256), dtype=torch.float32)
     assert [(row.k, row.tail) for row in rows][:3] == [(8, "bucket"), (8, "renormalize"), (8, "sampled")]

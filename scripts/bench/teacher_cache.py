@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import fill
 from distill.core.files import make_folder
 from distill.core.tensor_files import write_tensors
 from distill.data.collator import Collator, move_batch
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.stored.epoch import fill_store
 from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed
 from distill.teachers.backends.stored.settings import SHARD_BYTES
 from distill.teachers.backends.stored.store import Fills, Store
@@ -62,7 +62,7 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
     required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
     kept = StoredTeacher(Store(folder, Fills(plan, required)), LoadedTeacher(teacher))
     start = time.perf_counter()
-    fill(kept, [rows], batch_size=batch_size, part_bytes=SHARD_BYTES)
+    fill_store(kept, [rows], batch_size=batch_size, part_bytes=SHARD_BYTES)
     seconds = time.perf_counter() - start
     kept.close()
     return seconds

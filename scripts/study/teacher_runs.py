@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.caching.make import Loaded, make_cache
+from distill.commands.cache_epoch import Loaded, make_cache
 from distill.core import console
 from distill.data.chat import template_of
 from distill.data.collator import Collator
