@@ -16,27 +16,10 @@ import torch
 from distill.core.errors import differences
 from distill.core.files import make_folder
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
-from distill.models.head import HeadWeights
-from distill.teachers.backends.stored.contents import begin_lock, write_companions
-from distill.teachers.backends.stored.format import MANIFEST, PLAN, STUDENT, Plan, read_json, write_signed
+from distill.teachers.backends.stored.contents import begin_lock
+from distill.teachers.backends.stored.format import MANIFEST, PLAN, Plan, read_json, write_signed
 
 BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
-
-
-class Companions(NamedTuple):
-    """What a store has beside its shards.
-
-    Attributes:
-        config: Configuration of the teacher.
-        tokenizer: Tokenizer of the data; None for random tokens.
-        head: LM head of the teacher; None where K tokens are stored.
-        cut: Function that returns the student that is cut from the teacher; None for any other student.
-    """
-
-    config: Any
-    tokenizer: Any
-    head: HeadWeights | None
-    cut: Callable[[], Any] | None
 
 
 class StoreFolder(NamedTuple):
@@ -53,12 +36,12 @@ class StoreFolder(NamedTuple):
     place: str
     of_command: bool
 
-    def begin(self, plan: Plan, companions: Callable[[], Companions], room: Callable[[], list[str]]) -> Plan:
+    def begin(self, plan: Plan, write_beside: Callable[[Plan], None], room: Callable[[], list[str]]) -> Plan:
         """Begin a store, or go on with the one that is there; every process calls this, and gets the plan that holds.
 
         Args:
             plan: Plan of a new store.
-            companions: Function that returns what is written beside the shards of a store that is not complete.
+            write_beside: Function that writes what goes with the shards and is not there yet, of the plan that holds.
             room: Function that returns why the disk is too small.
 
         Raises:
@@ -69,14 +52,14 @@ class StoreFolder(NamedTuple):
             self.require_empty()
             make_folder(self.path)
             with begin_lock(self.path):  # several runs may begin one store at once, as a sweep over seeds does
-                return self._begin_locked(plan, companions, room)
+                return self._begin_locked(plan, write_beside, room)
 
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         if together or world_size() == 1:
             return broadcast_from_rank0(begin)
         return self.begin_apart(begin, plan)
 
-    def _begin_locked(self, plan: Plan, companions: Callable[[], Companions], room: Callable[[], list[str]]) -> Plan:
+    def _begin_locked(self, plan: Plan, write_beside: Callable[[Plan], None], room: Callable[[], list[str]]) -> Plan:
         begun = read_json(self.path / PLAN)
         if begun is not None:
             self.require_same(begun, plan)
@@ -86,11 +69,7 @@ class StoreFolder(NamedTuple):
             write_signed(self.path / PLAN, plan)
             begun = plan
         if not (self.path / MANIFEST).is_file():
-            beside = companions()
-            # a run that finds everything stored does not open the teacher, so the student that is cut from it lies here
-            has_student = begun["student_layers"] is not None and not (self.path / STUDENT).is_dir()
-            cut = beside.cut() if beside.cut is not None and has_student else None
-            write_companions(self.path, beside.config, beside.tokenizer, beside.head, cut)
+            write_beside(begun)
         return begun
 
     def begin_apart(self, begin: Callable[[], Plan], plan: Plan) -> Plan:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from distill.core.environment import environment
 from distill.core.files import atomic_folder, waiting_lock
 from distill.core.manifest import file_checksums
 from distill.core.tensor_files import write_tensors
@@ -21,7 +19,6 @@ from distill.models.precision.host_copy import HostCopy
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.row_packing import DTYPES, pack_hidden, pack_top_k
 from distill.objectives.top_k_encoding import Encoding, encode
-from distill.recipe import Recipe
 from distill.teachers.backends.stored.format import (
     HEAD,
     KEY_BYTES,
@@ -31,7 +28,6 @@ from distill.teachers.backends.stored.format import (
     STUDENT,
     TEACHER,
     TOKENIZER,
-    VERSION,
     Plan,
     as_arrays,
     document_sums,
@@ -40,7 +36,6 @@ from distill.teachers.backends.stored.format import (
     sum_of_sums,
     write_signed,
 )
-from distill.teachers.backends.stored.identity import data_settings, text_hashes
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.base import Teacher
 
@@ -72,46 +67,6 @@ def head_of(teacher: Teacher) -> LogitHead | None:
     return LogitHead(weights, teacher.format.transform)
 
 
-class Origin(NamedTuple):
-    """Inputs of a cache beside the teacher.
-
-    Attributes:
-        recipe: Recipe whose data are cached.
-        digest: Hash of the data's source.
-        tokenizer: Tokenizer of the data; None for random tokens.
-        ids_below: Exclusive upper bound of random token ids; None for text.
-        student: Identity of a student that is cut from the teacher (`cut_identity`); None for any other student.
-    """
-
-    recipe: Recipe
-    digest: str
-    tokenizer: PreTrainedTokenizerBase | None
-    ids_below: int | None
-    student: list[int] | dict[str, object] | None
-
-
-def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, object]) -> dict[str, Any]:
-    """Return the plan of a cache: everything but the documents.
-
-    Args:
-        origin: Recipe, data and student of the cache.
-        content: Format of what is stored per position: `hidden_content`, or the manifest of a top-k format.
-        maker: Identity of the teacher (`teacher_identity`) and the dtype in which it is held.
-    """
-    recipe = origin.recipe
-    return {
-        "version": VERSION,
-        **content,
-        "seed": recipe.train.seed,
-        "ids_below": origin.ids_below,
-        "teacher": {**maker},
-        "text": text_hashes(recipe, origin.tokenizer),
-        "data": data_settings(recipe, origin.digest),
-        "student_layers": origin.student,
-        "versions": environment(),
-    }
-
-
 def hidden_content(settings: Settings, head: LogitHead, columns: int, temperature: float) -> dict[str, Any]:
     """Return what is stored of a teacher's hidden states; `columns` of the vocabulary are those that K tokens are taken
     of.
@@ -139,12 +94,8 @@ def stored_tensors(
         values, scale = pack_hidden(hidden, dtype)
         return {"hidden": values} if scale is None else {"hidden": values, "hidden_scale": scale}
     encoding = Encoding(*(plan[name] for name in ("vocabulary", "k", "tail", "temperature")))
-    return stored_top_k(encode(hidden, *head, labels, encoding, generator)._asdict(), plan)
-
-
-def stored_top_k(top: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    """Return the tensors to store for K tokens of M positions, named as in `TopK`, on the CPU."""
-    return pack_top_k(top, plan["vocabulary"], DTYPES[plan["dtype"]])
+    top = encode(hidden, *head, labels, encoding, generator)
+    return pack_top_k(top._asdict(), plan["vocabulary"], dtype)
 
 
 def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,12 +7,13 @@ reads one, which `distill cache` or a run has completed; no plan is inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distill.core.environment import environment
 from distill.core.files import free_bytes, nearest_existing
 from distill.core.ranks import broadcast_from_rank0
 from distill.core.units import GIB
@@ -29,14 +30,16 @@ from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.backends.stored.begin import Companions, StoreFolder
-from distill.teachers.backends.stored.contents import LogitHead, Origin, head_of, hidden_content, plan_of
+from distill.teachers.backends.stored.begin import StoreFolder
+from distill.teachers.backends.stored.contents import LogitHead, head_of, hidden_content, write_companions
 from distill.teachers.backends.stored.format import (
     HEAD,
     MANIFEST,
     PLAN,
+    STUDENT,
     TEACHER,
     TOKENIZER,
+    VERSION,
     Plan,
     bytes_a_token,
     documents_of,
@@ -49,6 +52,7 @@ from distill.teachers.backends.stored.identity import (
     data_settings,
     description,
     require_same_teacher,
+    text_hashes,
     what_differs,
 )
 from distill.teachers.backends.stored.settings import Settings, default_tail
@@ -355,17 +359,25 @@ class StoredPlan(TeacherPlan):
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
-        new = self._new_plan(inner, vocabulary, head)
-        plan = new
-        if self.folder is not None:
+        plan: Plan = self._new_plan(inner, vocabulary, head)
+        folder = self.folder
+        if folder is not None:
 
-            def companions() -> Companions:
+            def write_beside(begun: Plan) -> None:
                 models = [*inner.models.values()]
                 config = models[0].config if models else meta_config(self.config_section(), self.field)
-                stored = head.weights if head is not None and new["kind"] == "hidden" else None
-                return Companions(config, vocabulary.teacher_tokenizer, stored, self._cut(inner, context))
+                weights = head.weights if head is not None and begun["kind"] == "hidden" else None
+                cut = None
+                # a run that finds everything stored opens no teacher, so the student that is cut from it lies here
+                student = self.recipe.student
+                if student.is_cut and begun["student_layers"] is not None and not (folder / STUDENT).is_dir():
+                    alone = context.calibration._replace(shares=False)  # this process begins for all
+                    plain = student.model_copy(update={"lora": None})
+                    request = CutRequest(plain, torch.device("cpu"), context.precision.student, alone)
+                    cut = inner.cut_student(request).model
+                write_companions(folder, config, vocabulary.teacher_tokenizer, weights, cut)
 
-            plan = dict(self._place_of(self.folder).begin(new, companions, self.room_problems))
+            plan = self._place_of(folder).begin(plan, write_beside, self.room_problems)
         store = Store(self.folder, Fills(plan, self.required, all_parts=self.option is not None))
         return StoredTeacher(store, inner, device=context.device, head=head)
 
@@ -397,22 +409,21 @@ class StoredPlan(TeacherPlan):
             config = meta_config(self.config_section(), self.field)
             layers = cut_identity(student.from_teacher, layers_of(config))
         digest = "" if self.noted is None else self.noted.report.digest
-        origin = Origin(self.recipe, digest, vocabulary.teacher_tokenizer, vocabulary.id_bound, layers)
         maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
-        plan = plan_of(origin, content, maker)
+        plan = {
+            "version": VERSION,
+            **content,
+            "seed": self.recipe.train.seed,
+            "ids_below": vocabulary.id_bound,
+            "teacher": maker,
+            "text": text_hashes(self.recipe, vocabulary.teacher_tokenizer),
+            "data": data_settings(self.recipe, digest),
+            "student_layers": layers,
+            "versions": environment(),
+        }
         if self.option is None:
             plan["weights"] = None if inner.is_collective() else inner.fingerprint().get("weights")
         return plan
-
-    def _cut(self, inner: Teacher, context: LoadContext) -> Callable[[], Any] | None:
-        """Return a function that cuts the recipe's student from the teacher; None for any other student."""
-        student = self.recipe.student
-        if not student.is_cut:
-            return None
-        alone = context.calibration._replace(shares=False)  # one process begins for all
-        plain = student.model_copy(update={"lora": None})
-        request = CutRequest(plain, torch.device("cpu"), context.precision.student, alone)
-        return lambda: inner.cut_student(request).model
 
     def _place_of(self, folder: Path) -> StoreFolder:
         return StoreFolder(folder, self.place, of_command=self.option is not None)

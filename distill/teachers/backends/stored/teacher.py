@@ -29,12 +29,12 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.models.loading import load_student
 from distill.models.precision.host_copy import for_transfer, to_device
 from distill.objectives.hidden import HiddenFormat, StoredHead
-from distill.objectives.row_packing import DTYPES, FP8, unpack_hidden
+from distill.objectives.row_packing import DTYPES, FP8, pack_top_k, unpack_hidden
 from distill.objectives.targets import Batch, TargetFormat, Targets, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.objectives.top_k_encoding import rounding_cost
 from distill.recipe import FromTeacher, Generate
-from distill.teachers.backends.stored.contents import LogitHead, head_of, stored_tensors, stored_top_k
+from distill.teachers.backends.stored.contents import LogitHead, head_of, stored_tensors
 from distill.teachers.backends.stored.format import (
     HEAD,
     MANIFEST,
@@ -240,7 +240,7 @@ class StoredTeacher(Teacher):
         plan = self.store.manifest
         place = asked["valid_rows"]
         if self.head is None:
-            return stored_top_k(inner.sent(asked), plan)
+            return pack_top_k(inner.sent(asked), plan["vocabulary"], DTYPES[plan["dtype"]])
         hidden = inner.targets(asked)
         assert isinstance(hidden, torch.Tensor)
         labels = shift_labels(asked["labels"]).flatten()[place]
