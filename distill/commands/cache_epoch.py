@@ -65,7 +65,6 @@ class Loaded(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of the vocabulary that teacher and student share."""
         return self.pair.vocab_size or self.backend.format.properties.columns[0]
 
     @property

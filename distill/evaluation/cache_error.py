@@ -212,7 +212,6 @@ def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) ->
 
 
 def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Return the loss and its gradients for the student's hidden states and head."""
     weight = sample.student_head.weight.detach().clone().requires_grad_()
     hidden = sample.student_hidden.detach().to(weight.dtype).requires_grad_()
     value = loss(hidden, weight)

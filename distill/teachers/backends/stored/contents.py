@@ -126,7 +126,6 @@ class Piece(NamedTuple):
 
 
 def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> None:
-    """Write a shard of pieces of answers, in their order."""
     answers = [piece.answer.wait() for piece in pieces]
     tensors = {
         name: torch.cat([answer[name][piece.start : piece.stop] for answer, piece in zip(answers, pieces, strict=True)])

@@ -145,7 +145,6 @@ def write_signed(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Return the file of a shard."""
     return folder / f"{SHARD}{number:05d}.safetensors"
 
 

@@ -221,7 +221,6 @@ class StoredPlan(TeacherPlan):
             self.noted = other.noted
 
     def note_data(self, splits: Splits) -> None:
-        """Note the documents that have to be stored."""
         if self.inner is None:
             return
         rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
@@ -229,7 +228,6 @@ class StoredPlan(TeacherPlan):
         self.noted = splits
 
     def missing(self) -> list[bytes]:
-        """Return the documents of the data that are not stored."""
         plan = self.plan
         return list(self.required) if plan is None else self._opened(plan).missing
 

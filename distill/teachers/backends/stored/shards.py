@@ -140,7 +140,6 @@ class Shards:
         return start, stop
 
     def damaged(self, name: str, fault: str) -> ValueError:
-        """Return the error of a damaged file."""
         return ValueError(f"teacher.path: {self.folder}/{name} is damaged: {fault}; {self.cure}")
 
 

@@ -236,7 +236,6 @@ class Store:
             )
 
     def responses(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Return the teacher's stored responses to prompts; None where others were stored."""
         stored = None if self.folder is None else read_json(self.folder / ANSWERS)
         if not prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
             return None

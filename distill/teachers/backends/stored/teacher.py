@@ -66,7 +66,6 @@ class RowDocuments:
 
 
 def documents_in(batch: Batch) -> RowDocuments:
-    """Return the documents of a batch of `StoredTeacher`."""
     documents: object = batch[DOCUMENTS]
     assert isinstance(documents, RowDocuments)
     return documents
@@ -77,7 +76,6 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def documents_column(rows: Sequence[Row], batch: object, collator: object) -> dict[str, RowDocuments]:
-    """Return the documents of each row as a column of their batch."""
     return {DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
 
 
