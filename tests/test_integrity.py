@@ -24,7 +24,7 @@ from distill.core.manifest import MANIFEST
 from distill.models.dtypes import resolve_precision
 from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.training.arguments import training_arguments
 from distill.training.checkpoints import checkpoint_error
 
@@ -197,7 +197,7 @@ def test_a_run_is_not_taught_by_what_was_not_written(workplace, capsys):
 def test_a_manifest_of_other_types_is_a_line(workplace, text):
     (workplace / "said/manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"damaged"):
-        TeacherCache("said")
+        Store("said")
 
 
 # ------------------------------------------------------------------ written once

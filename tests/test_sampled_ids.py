@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
-from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.data.sampled_rows import COLUMNS, OTHER_TOKENS
+from distill.evaluation.sample import AnswerSettings, sample
 from distill.generation.documents import documents_of
 from distill.generation.reward_rows import row_table_from_recipe
 from distill.generation.sampling import Sampling

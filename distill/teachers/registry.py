@@ -20,8 +20,7 @@ from distill.recipe.teachers import describe_teacher, teacher_prompt
 from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.launched import LaunchedPlan
 from distill.teachers.backends.served.source import ServerPlan
-from distill.teachers.backends.stored.archived import ArchivedPlan
-from distill.teachers.backends.stored.source import StoredPlan
+from distill.teachers.backends.stored.plan import StoredPlan
 from distill.teachers.backends.student import AveragePlan
 from distill.teachers.base import TeacherPlan
 from distill.teachers.combination.source import SeveralPlan
@@ -64,7 +63,7 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stor
     plan = backend_maker(recipe, section, field)(alone, section, field)
     is_stored = section.online_cache is not None or stores == "everywhere"
     if is_stored or (section.is_loaded and section.top_k is not None):
-        plan = StoredPlan(plan, section, field, writes=stores == "as set")
+        plan = StoredPlan(alone, section, field, plan, writes=stores == "as set")
     prompt = teacher_prompt(recipe.data, section)
     if prompt is not None and recipe.student.vocabulary != "cross":  # the rows of another tokenizer have its template
         plan = ContextPlan(plan, prompt)
@@ -82,7 +81,7 @@ def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> PlanMa
     if section.backend is not None:
         return registered_backend(section.backend, field)
     if section.type == "cache":
-        return ArchivedPlan
+        return StoredPlan
     if section.type == "server":
         return ServerPlan
     if section.ema is not None:
