@@ -66,7 +66,9 @@ def tokenise_documents(
         for name, ends in bounds.items()
     }
     pointers = {name: into for name, into in names.items() if into}
-    return Documents(columns, np.load(folder / "origin.npy"), pointers), tally, key, cached
+    origin = np.load(folder / "origin.npy")
+    rows = np.load(folder / "rows.npy")
+    return Documents(columns, origin, pointers, rows), tally, key, cached
 
 
 def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
@@ -143,9 +145,10 @@ def _encode_here(batch: Batch) -> tuple[list[Document], RowCounts]:
 
 
 def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], RowCounts]]) -> RowCounts:
-    """Write a file of int32 per column, its offsets, and the documents' origins."""
+    """Write a file of int32 per column, its offsets, and where the documents come from."""
     tally = RowCounts()
     origins = []
+    rows = []
     lengths: dict[str, list[int]] = {name: [0] for name in names}
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
@@ -155,9 +158,11 @@ def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterabl
                     files[name].write(values.tobytes())
                     lengths[name].append(values.size)
                 origins.append(document.origin)
+                rows.append((document.row, document.message))
             tally.add(counts)
             console.advance(counts.rows_read)
     for name in names:
         np.save(folder / f"{name}.npy", np.cumsum(lengths[name], dtype=np.int64))
     np.save(folder / "origin.npy", np.array(origins, dtype=np.uint64))
+    np.save(folder / "rows.npy", np.array(rows, dtype=np.int32).reshape(-1, 2))
     return tally
