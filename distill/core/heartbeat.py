@@ -209,6 +209,7 @@ class Heartbeat:
         os._exit(int(str(end["code"])))  # the main thread waits for that rank in a collective
 
     def _end_of_another(self, store: Store) -> dict[str, object] | None:
+        """Return why another rank has ended, stopped or hangs; None where none has."""
         if store.check([FAILED]):
             end: dict[str, object] = json.loads(store.get(FAILED))
             return end if end["rank"] != self.rank else None
@@ -229,7 +230,9 @@ class Heartbeat:
                 stalled = now - beat.begun_at
                 fault = f"hangs: for {stalled:.0f} s it has not begun a micro-batch that another rank has begun"
             if fault is not None:
-                return {"rank": rank, "text": f"process {pid} on {host} {fault}", "code": 1}
+                found = {"rank": rank, "text": f"process {pid} on {host} {fault}", "code": 1}
+                store.set(FAILED, json.dumps(found))  # the others read it while this rank waits for `GRACE_S`
+                return found
         return None
 
     def _beat_of(self, rank: int, count: int, begun: int, now: float) -> _Beat:
