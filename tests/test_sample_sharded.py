@@ -92,7 +92,7 @@ def made_on_gpus(tmp_path_factory):
 PLACES = ["made", pytest.param("made_on_gpus", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("greedy-made")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_answer_as_the_whole_teacher_does(request, place, case):

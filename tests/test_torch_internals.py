@@ -132,7 +132,7 @@ def test_nothing_is_missed_in_this_release(usual):
     assert [line for line in usual if line.startswith("LINE")] == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("guards of compiled code")
 @pytest.mark.parametrize("name", MISSING)
 def test_a_release_without_a_private_name_computes_the_same_and_says_so(usual, name):
     remove, word = MISSING[name]
