@@ -144,7 +144,7 @@ def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
     assert run_command(["report", result.folder.name, "--json"]) == 0
 
 
-@pytest.mark.parametrize("vocabulary", [259, 70_000])
+@pytest.mark.parametrize("vocabulary", [259, pytest.param(70_000, marks=pytest.mark.full)])
 def test_random_tokens_need_no_tokenizer(here, vocabulary):
     """A vocabulary beyond 65,536 tokens is stored in more than 16 bits an id."""
     names = {"big": 3, "little": 1}

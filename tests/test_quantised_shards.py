@@ -227,7 +227,9 @@ def test_states_are_written_and_read_by_any_number_of_processes(tmp_path):
             assert torch.equal(found[key], expected[key]), (name, key)
 
 
-@pytest.mark.parametrize("adapters, expected", [("null", "fsdp"), ("{r: 16}", "ddp")])
+@pytest.mark.parametrize(
+    "adapters, expected", [("null", "fsdp"), pytest.param("{r: 16}", "ddp", marks=pytest.mark.full)]
+)
 def test_a_student_that_does_not_fit_is_sharded_unless_it_has_adapters(adapters, expected):
     llama = "{config: llama-3.1-8b, init: random"
     recipe = parse(

@@ -275,6 +275,7 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
     assert torch.equal(run(model, autocast=True)[0], expected)
 
 
+@pytest.mark.full
 def test_activations_are_kept_once(kernel_device):
     """A layer keeps one copy of each norm's output, as the plan counts, without copies of weights."""
     if kernel_device.type == "cuda":

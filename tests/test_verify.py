@@ -224,6 +224,7 @@ def test_the_cure_that_a_damaged_store_names_works(stored, tmp_path, monkeypatch
     assert run_command(["verify", "kept"]) == 0
 
 
+@pytest.mark.full  # of a store in a plain run
 def test_the_cure_that_a_damaged_cache_names_works(plain, tmp_path, monkeypatch, capsys):
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
