@@ -7,6 +7,7 @@ reads one, which `distill cache` or a run has completed; no plan is inside.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -340,12 +341,11 @@ class StoredPlan(TeacherPlan):
             store = Store(self._folder())
             require_same_teacher(self.maker(), self.recipe, vocabulary.tokenizer, store.manifest, self._folder())
             return StoredTeacher(store, device=context.device)
-        filling = self.inner
         self._dtype = context.precision.teacher
         if self.folder is not None and broadcast_from_rank0(lambda: self._is_complete(vocabulary)):
-            load = lambda: filling.open(context, vocabulary)  # noqa: E731
+            load = functools.partial(self.inner.open, context, vocabulary)
             return StoredTeacher(Store(self.folder), device=context.device, load=load)
-        inner = filling.open(context, vocabulary)
+        inner = self.inner.open(context, vocabulary)
         return self.around(inner, context, vocabulary, head_of(inner))
 
     def around(

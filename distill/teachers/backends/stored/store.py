@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from distill.core.files import try_lock
-from distill.core.manifest import first_damaged_file
+from distill.core.manifest import first_damaged_file, manifest_entry
 from distill.core.ranks import is_main_process
 from distill.models.precision.host_copy import HostCopy
 from distill.objectives.row_packing import DTYPES, FIGURES, pack_top_k, unpack_top_k
@@ -276,10 +276,22 @@ class Store:
             self.write()
 
     def add_responses(self, prompts: Sequence[Prompt], answers: Sequence[str], settings: Generate) -> None:
-        """Store the teacher's responses for runs that will not load it, while the cache is not complete."""
-        if self.writes and self.folder is not None and not (self.folder / MANIFEST).is_file():
-            paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
-            write_signed(self.folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
+        """Store the teacher's responses for runs that will not load it; those of a complete cache are not replaced.
+
+        A run may have completed the cache before it has them: they are added to the manifest then.
+        """
+        folder = self.folder
+        if folder is None or not self.writes:
+            return
+        paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
+        with begin_lock(folder):
+            manifest = read_json(folder / MANIFEST)
+            if manifest is not None and ANSWERS in manifest["files"]:
+                return
+            write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
+            if manifest is not None:
+                files = {**manifest["files"], ANSWERS: manifest_entry(folder / ANSWERS)}
+                write_signed(folder / MANIFEST, {**manifest, "files": dict(sorted(files.items()))})
 
     def forget(self) -> None:
         """Drop outputs that will not be written: without a folder, or where another run stores."""
