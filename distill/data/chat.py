@@ -343,7 +343,8 @@ def template_of(
             f"{field}.chat_template_kwargs: expected a chat template that reads {', '.join(own)}, got none; leave it "
             "out, or set data.chat_template"
         )
-    if template is not None and (unread := template.unread(own)):
+    unread = [] if template is None else template.unread(own)
+    if template is not None and unread:
         known = ", ".join(sorted(template.reads - RENDERED)) or "none"
         raise ValueError(
             f"{field}.chat_template_kwargs: expected variables that {template.name} reads ({known}), got {unread[0]}"
