@@ -87,6 +87,23 @@ def test_text_that_the_template_leaves_out_drops_the_row(source, messages, tools
         texts(source, messages, tools)
 
 
+@pytest.mark.parametrize("dropped", [1, 2, 3])
+def test_a_message_of_the_words_of_another_one_is_not_taken_for_it(dropped):
+    """Of questions and answers that are said twice, the template leaves one out."""
+    chat = [ASKED, answer("Fine."), ASKED, answer("Fine."), {"role": "user", "content": "So?"}, answer("Yes.")]
+    less = CHAT_TEMPLATE.replace("in messages", f"in messages[:{dropped}] + messages[{dropped + 1}:]")
+    assert texts(CHAT_TEMPLATE, chat) == [["Fine.<|end|>", "Fine.<|end|>", "Yes.<|end|>"]]
+    with pytest.raises(RowFault, match=r"not rendered by this chat template|cannot be located"):
+        texts(less, chat, train_on="last")
+
+
+def test_words_that_only_the_answer_holds_are_not_the_prompts():
+    less = CHAT_TEMPLATE.replace("in messages", "in messages if message['role'] != 'system'")
+    chat = [{"role": "system", "content": "Fine."}, ASKED, answer("Fine.")]
+    with pytest.raises(RowFault, match=r"^system: not rendered by this chat template"):
+        texts(less, chat)
+
+
 @pytest.mark.parametrize(
     "messages",
     [

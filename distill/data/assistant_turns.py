@@ -95,7 +95,8 @@ class Turns:
         tried = 0.0
         for number in turns:
             turn = self.turn(messages, tools, number)
-            if fits is not None and (length := turn.spans[0][0]) > tried:
+            length = turn.spans[0][0]
+            if fits is not None and length > tried:
                 if not fits(turn.text[:length]):
                     return
                 tried = LARGER * length

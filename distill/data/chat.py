@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from distill.data import template_coverage
 from distill.data.assistant_turns import RenderedChat, Turns
 from distill.data.known_columns import TRAINED
 from distill.data.messages import Adapter, content_of, is_trained, untrained_ranges, without_reasoning
@@ -20,7 +21,6 @@ from distill.data.rows import RowFault
 from distill.data.trained_parts import without_untrained
 
 if TYPE_CHECKING:
-    from distill.data.template_coverage import Omission
     from distill.recipe import Data
 
 __all__ = [
@@ -120,7 +120,6 @@ class ChatTemplate(Renderer):
         """Forget what was found out about the template."""
         self.adapter = Adapter(self)
         self._turns = Turns(self, self.adapter)
-        self._probed: dict[tuple[object, ...], Omission | None] = {}
 
     def variant(self, tools: Tools, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
         """Return the template that renders a conversation.
@@ -247,8 +246,6 @@ class ChatTemplate(Renderer):
             RowFault: There is no assistant turn, an empty one, the template refuses these messages or omits content of
                 them, or the assistant's text cannot be located in its output.
         """
-        from distill.data import template_coverage
-
         roles = [message.get("role") for message in messages]
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
         if not turns:
@@ -272,23 +269,16 @@ class ChatTemplate(Renderer):
         fits: Callable[[str], bool] | None,
     ) -> TrainingChat:
         """Return the examples of these turns, by this variant of the template."""
-        from distill.data import template_coverage
-
         if options.reasoning == "drop":
             messages = [without_reasoning(message) for message in messages]
         made = self._examples(messages, tools, turns, options.train_on == "each", fits)
         if not made.examples:
             return made
-        losses = self._losses(messages, tools, turns) or template_coverage.Omission()
-        if losses.fault is not None:
-            raise RowFault(template_coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns))
         taken = [turn for example in made.examples for turn in example.turns]
-        thoughts = (
-            template_coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
-        )
+        coverage = template_coverage.check_words(made.examples, messages, tools, taken, self.name)
         template_coverage.check_documents(made.examples, self.kwargs, self.name)
-        named = losses.named
-        if not thoughts:
+        named = coverage.named
+        if not coverage.thoughts:
             if options.reasoning == "require":
                 raise RowFault(
                     template_coverage.omission_fault(template_coverage.THOUGHT, self.name),
@@ -296,7 +286,7 @@ class ChatTemplate(Renderer):
                 )
             named = (template_coverage.THOUGHT, *named)
         if options.empty_answers == "drop" and any(
-            template_coverage.is_empty(content_of(messages[turn]), thoughts) for turn in taken
+            template_coverage.is_empty(content_of(messages[turn]), coverage.thoughts) for turn in taken
         ):
             raise RowFault("empty", "an assistant message without content; data.empty_answers: keep trains on it")
         if any(untrained_ranges(messages[turn]) for turn in taken):
@@ -317,23 +307,6 @@ class ChatTemplate(Renderer):
             return TrainingChat([whole])
         examples = list(self._turns.each(adapted, tools, turns, fits if len(turns) > 1 else None))
         return TrainingChat(examples, not each and len(turns) > 1, len(turns) - len(examples))
-
-    def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Omission | None:
-        """Return the content that the template omits from conversations of this shape; None where it refuses them."""
-        from distill.data import template_coverage
-
-        shape, kept = template_coverage.chat_shape(messages[: turns[-1] + 1], tools, turns)
-        if not kept:
-            return None
-        if shape not in self._probed:
-            places = {number: place for place, number in enumerate(kept)}
-            learned = [places[turn] for turn in turns if turn in places]
-
-            def rendered(filled: Sequence[Message], offered: Tools, chosen: list[int]) -> list[RenderedChat]:
-                return self._examples(filled, offered, chosen, each=False).examples
-
-            self._probed[shape] = template_coverage.find_omission(rendered, [messages[n] for n in kept], tools, learned)
-        return self._probed[shape]
 
     def _example_of(self, messages: Sequence[Message], turns: Sequence[int]) -> str:
         roles = ", ".join(str(message.get("role")) for message in messages[:8])
@@ -370,7 +343,8 @@ def template_of(
             f"{field}.chat_template_kwargs: expected a chat template that reads {', '.join(own)}, got none; leave it "
             "out, or set data.chat_template"
         )
-    if template is not None and (unread := template.unread(own)):
+    unread = [] if template is None else template.unread(own)
+    if template is not None and unread:
         known = ", ".join(sorted(template.reads - RENDERED)) or "none"
         raise ValueError(
             f"{field}.chat_template_kwargs: expected variables that {template.name} reads ({known}), got {unread[0]}"

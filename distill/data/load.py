@@ -338,7 +338,8 @@ def _texts(origin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(texts) > 1 or len(origin) < 2:
         return origin, texts
     logger.info("the data are one text: some of its pieces are held out")
-    return (pieces := np.arange(len(origin), dtype=np.uint64)), pieces
+    pieces = np.arange(len(origin), dtype=np.uint64)
+    return pieces, pieces
 
 
 def _hold_out(origin: np.ndarray, section: Validation) -> tuple[np.ndarray, np.ndarray]:

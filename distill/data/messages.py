@@ -127,7 +127,8 @@ class Adapter:
             thought = next((message[name] for name in REASONING if message.get(name)), None)
             if thought is not None:
                 message = dict.fromkeys(REASONING, thought) | message
-            if isinstance(calls := message.get("tool_calls"), list) and calls:
+            calls = message.get("tool_calls")
+            if isinstance(calls, list) and calls:
                 message = self._with_calls(message, calls)
         if self.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]

@@ -1,19 +1,18 @@
 """Check that a chat template renders all content of a conversation.
 
-Once per shape of conversation (sequence of roles, set of fields) each field is filled with a marker, which is searched
-in the rendered text. A template may still cut real text in a marker's place (DeepSeek cuts text before `</think>`), so
-the words of each row are searched too, ignoring white space and escapes.
+The words of each row are searched in the rendered text, ignoring white space and escapes: those of a trained turn in
+what is trained of it, all others outside of what is trained. A template may render a field for some rows and cut it in
+others (DeepSeek cuts text before `</think>`), so that every row is checked.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distill.data.assistant_turns import RenderedChat
-from distill.data.known_columns import REASONING
 from distill.data.messages import MessageContent, content_of
 from distill.data.rendering import NOT_RENDERED, Message, Tools
 from distill.data.rows import RowFault
@@ -25,7 +24,6 @@ TEXT = "content"
 THOUGHT = "reasoning"
 TOOLS = "tools"
 DOCUMENTS = "documents"
-MOST_KINDS = 256  # largest number of messages in a shape
 CURES = {
     CALLS: "choose a template with tools",
     PARALLEL: "choose a template with parallel tool calls",
@@ -40,21 +38,18 @@ _WORDS = re.compile(r"\w+")
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 Examples = Sequence[RenderedChat]
-Render = Callable[[Sequence[Message], Tools, list[int]], Examples]
 
 
-class Omission(NamedTuple):
-    """Content that a template omits.
+class Coverage(NamedTuple):
+    """What the examples of a conversation contain of it, where they contain all that they must.
 
     Attributes:
-        fault: First omitted field that changes the meaning of a row; None where there is none.
-        thought: Whether reasoning of a trained turn is omitted.
-        named: Descriptions of other omitted fields.
+        thoughts: Whether they contain all reasoning of trained turns.
+        named: Descriptions of fields that they lack, and that rows are trained on without.
     """
 
-    fault: str | None = None
-    thought: bool = False
-    named: tuple[str, ...] = ()
+    thoughts: bool
+    named: tuple[str, ...]
 
 
 def omission_fault(field: str, template: str) -> str:
@@ -62,138 +57,15 @@ def omission_fault(field: str, template: str) -> str:
     return f"{field}: {NOT_RENDERED} {template}; {CURES.get(field, CURE)}"
 
 
-def chat_shape(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> tuple[tuple[object, ...], list[int]]:
-    """Return a conversation's shape, and the indices of the messages that define it; none for too many kinds.
-
-    Repetitions are removed: messages between two alike whose pairs of neighbours all occur before.
-    """
-    learned = set(turns)
-    kept = list[int]()
-    signs = [_signature(message, number in learned) for number, message in enumerate(messages)]
-
-    def neighbours(numbers: list[int]) -> set[tuple[object, object]]:
-        return {(signs[one], signs[other]) for one, other in pairwise(numbers)}
-
-    for number, sign in enumerate(signs):
-        alike = [place for place, other in enumerate(kept) if signs[other] == sign]
-        if len(alike) > 1 and neighbours([*kept[alike[-1] :], number]) <= neighbours(kept[: alike[-1] + 1]):
-            del kept[alike[-1] :]
-        kept.append(number)
-        if len(kept) > MOST_KINDS:
-            return (), []
-    first = tools[0] if tools else None
-    offered = (len(tools or ()) > 1, isinstance(first, Mapping) and "function" in first) if tools else None
-    return (offered, *(signs[number] for number in kept)), kept
-
-
-def _signature(message: Message, learned: bool) -> tuple[object, ...]:
-    """Return the properties of a message that affect rendering, apart from its words."""
-    said = content_of(message)
-    content = message.get("content")
-    kind = None if content is None else isinstance(content, str) and (bool(content.strip()), "<think>" in content)
-    calls = tuple(bool(call.get("arguments")) for call in said.calls[:2])
-    fields = tuple(name in message for name in (*REASONING, "name", "tool_call_id"))
-    ids = tuple(isinstance(call, Mapping) and "id" in call for call in (message.get("tool_calls") or ())[:2])
-    return (message.get("role"), kind, bool(said.thought.strip()), calls, ids, fields, learned)
-
-
-def find_omission(render: Render, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Omission | None:
-    """Return the content that a template omits for this shape; None where it refuses the conversation with markers.
-
-    Args:
-        render: Function that renders rows as `ChatTemplate` does.
-        messages: Conversation of this shape; its words are replaced.
-        turns: Indices of the messages to train on.
-    """
-    filled = [_filled(message, number) for number, message in enumerate(messages)]
-    offered = [_tool(number) for number in range(min(2, len(tools)))] if tools else None
-    try:
-        examples = render(filled, offered, turns)
-    except RowFault:
-        return None
-    written = {turn: "".join(e.text[a:b] for a, b in e.spans) for e in examples for turn in e.turns}
-    everything = examples[-1].text
-    lost = list[str]()
-    named = dict[str, None]()
-    thought = False
-    for number, message in enumerate(filled[: turns[-1] + 1]):
-        text = written.get(number, everything)
-        said = content_of(message)
-        role = str(message.get("role"))
-        if said.calls and not _written(said.calls[0], text):
-            lost.append(CALLS)
-        elif any(not _written(call, text) for call in said.calls[1:]):
-            lost.append(PARALLEL)
-        if said.answer.strip() and said.answer.strip() not in text:
-            lost.append(BESIDE if said.calls else TEXT if role == "assistant" else role)
-        thought = thought or (number in written and bool(said.thought.strip()) and said.thought.strip() not in text)
-        prompts = [example.text for example in examples if max(example.turns) > number]
-        if (
-            role == "system"
-            and said.answer.strip() in everything
-            and any(said.answer.strip() not in p for p in prompts)
-        ):
-            named["messages of system in the prompts of some turns, as in inference"] = None
-        if role != "tool" and (name := message.get("name")) and name not in everything:
-            named[f"the field name of messages of {role}"] = None
-    if offered is not None:
-        if any(_named(tool) not in everything for tool in offered):
-            lost.append(TOOLS)
-        elif any(tool["function"]["description"] not in everything for tool in offered):
-            named["descriptions of tools"] = None
-    return Omission(lost[0] if lost else None, thought, tuple(named))
-
-
-def _marker(what: str, number: int, part: int = 0) -> str:
-    return f"zq{what}{number}x{part}qz"
-
-
-def _filled(message: Message, number: int) -> Message:
-    """Return the message with a marker in each field that has content."""
-    made = dict(message)
-    content = message.get("content")
-    if isinstance(content, str) and content.strip():
-        found = content_of(message).thought if not any(message.get(name) for name in REASONING) else ""
-        thought = f"<think>\n{_marker('thought', number)}\n</think>\n\n" if found.strip() else ""
-        made["content"] = thought + _marker("content", number)
-    for name in REASONING:
-        if isinstance(message.get(name), str):
-            made[name] = _marker("thought", number)
-    if message.get("name") and message.get("role") != "tool":
-        made["name"] = _marker("name", number)
-    calls = content_of(message).calls
-    if calls:
-        made["tool_calls"] = [
-            {
-                **{name: value for name, value in outer.items() if name in ("id", "type")},
-                "function": {
-                    "name": _marker("call", number, part),
-                    "arguments": {_marker("key", number, part): _marker("value", number, part)}
-                    if call.get("arguments")
-                    else {},
-                },
-            }
-            for part, (outer, call) in enumerate(zip(message["tool_calls"], calls, strict=False))
-        ][:2]
-    return made
-
-
-def _written(call: Mapping[str, Any], text: str) -> bool:
-    arguments = call.get("arguments")
-    words = [call.get("name"), *(arguments or {}), *(arguments or {}).values()]
-    return all(str(word) in text for word in words)
-
-
-def _tool(number: int) -> dict[str, Any]:
-    text = {"type": "string", "description": _marker("parameterdescription", number)}
-    parameters = {"type": "object", "properties": {_marker("parameter", number): text}, "required": []}
-    described = {"name": _marker("tool", number), "description": _marker("description", number)}
-    return {"type": "function", "function": {**described, "parameters": parameters}}
-
-
 def _named(tool: Any) -> str:
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     return str(inner.get("name", "")) if isinstance(inner, Mapping) else ""
+
+
+def _described(tool: Any) -> str:
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    description = inner.get("description") if isinstance(inner, Mapping) else None
+    return description if isinstance(description, str) else ""
 
 
 class _Text:
@@ -226,6 +98,12 @@ class _Text:
             return True
         return any(dense.replace("\\", "") in text.replace("\\", "") for text in (self._dense, self._dense_plain))
 
+    def holds_times(self, words: str, times: int) -> bool:
+        """Return whether words that the text holds unchanged stand in it so many times."""
+        dense = _dense(words)
+        found = max(self._dense.count(dense), self._dense_plain.count(dense))
+        return found == 0 or found >= times
+
 
 def _dense(text: str) -> str:
     return "".join(text.split())
@@ -233,33 +111,62 @@ def _dense(text: str) -> str:
 
 def check_words(
     examples: Examples, messages: Sequence[Message], tools: Tools, turns: Sequence[int], template: str
-) -> bool:
+) -> Coverage:
     """Check that the rendered examples contain a row's own words.
-
-    Returns:
-        Whether they also contain all reasoning of trained turns.
 
     Raises:
         RowFault: A message, tool call or tool of the row is missing or incomplete.
     """
-    everything = _Text(examples[-1].text)
+    last = examples[-1]
+    around = _Text(_outside(last))
     written = _texts_of(examples)
     thoughts = True
+    named: dict[str, None] = {}
+    repeats: Counter[tuple[_Text, str]] = Counter()
     for number, message in enumerate(messages[: turns[-1] + 1]):
-        text = written.get(number, everything)
+        text = written.get(number, around)
         said = content_of(message)
         role = str(message.get("role"))
         field = role if role != "assistant" else BESIDE if said.calls else TEXT
         _require(text, said.answer, field, template, ordered=number not in written)
-        for call, json_text in zip(said.calls, _json_arguments(message), strict=True):
-            _require(text, str(call.get("name", "")), CALLS, template)
+        # what two messages say stands in the text twice
+        repeats[text, _dense(said.answer)] += 1
+        if said.answer.strip() and not text.holds_times(said.answer, repeats[text, _dense(said.answer)]):
+            raise RowFault(omission_fault(field, template), f"missing: message {number}")
+        for index, (call, json_text) in enumerate(zip(said.calls, _json_arguments(message), strict=True)):
+            call_field = PARALLEL if index else CALLS
+            called = str(call.get("name", ""))
+            _require(text, called, call_field, template)
+            repeats[text, f"call {called}"] += 1
+            if called and not text.holds_times(called, repeats[text, f"call {called}"]):
+                raise RowFault(omission_fault(call_field, template), f"missing: call {index} of message {number}")
             if json_text is None or not text.holds(json_text):  # a template may print the arguments' JSON text as it is
                 for words in _leaves(call.get("arguments")):
-                    _require(text, words, CALLS, template)
+                    _require(text, words, call_field, template)
         thoughts = thoughts and (number not in written or text.holds(said.thought))
+        name = message.get("name")
+        if role != "tool" and name and not _Text(last.text).holds(str(name)):
+            named[f"the field name of messages of {role}"] = None
+        prompts = [example.text for example in examples[:-1] if max(example.turns) > number]
+        if role == "system" and any(
+            said.answer.strip() not in prompt and not _Text(prompt).holds(said.answer) for prompt in prompts
+        ):
+            named["messages of system in the prompts of some turns, as in inference"] = None
     for tool in tools or ():
-        _require(everything, _named(tool), TOOLS, template)
-    return thoughts
+        _require(around, _named(tool), TOOLS, template)
+        if not around.holds(_described(tool)):
+            named["descriptions of tools"] = None
+    return Coverage(thoughts, tuple(named))
+
+
+def _outside(example: RenderedChat) -> str:
+    """Return the text of an example without what is trained of it."""
+    parts = []
+    begin = 0
+    for start, end in example.spans:
+        parts.append(example.text[begin:start])
+        begin = end
+    return "\n".join([*parts, example.text[begin:]])
 
 
 def check_documents(examples: Examples, kwargs: Mapping[str, Any], template: str) -> None:
