@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from distill_kernels.losses import DIVERGENCES
 
+from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.measure import KL, Measure
 
@@ -82,6 +83,18 @@ class HeadForward(NamedTuple):
     labels: torch.Tensor
     valid_rows: torch.Tensor | None
 
+    def trained_rows(self) -> torch.Tensor:
+        """Return the flat rows with a label, int64 [M]; a host sync where the collator does not give them."""
+        if self.valid_rows is not None:
+            return self.valid_rows
+        return (self.labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+
+    def divisor(self) -> torch.Tensor | int:
+        """Return what the rows' summed losses are divided by: the step's valid tokens, or else this batch's."""
+        if self.inputs.num_items is not None:
+            return self.inputs.num_items
+        return (self.labels != IGNORE_INDEX).sum().clamp_min(1)
+
 
 class VocabularyAlignment(NamedTuple):
     """Alignment of a student's logits with a teacher's.
@@ -96,15 +109,14 @@ class VocabularyAlignment(NamedTuple):
     columns: int
     vocab_size: int | None
 
-    def arguments(self, call: HeadForward) -> dict[str, object]:
-        """Return the arguments of every fused loss beside hidden states, weights and labels, for any teacher."""
+    def arguments(self, call: HeadForward) -> dict[str, Any]:
+        """Return the arguments of every loss kernel beside hidden states, weights and labels, for any teacher."""
         return {
             "student_bias": call.head.bias,
             "student_lora": call.head.lora,
             "num_items": call.inputs.num_items,
             "valid_rows": call.valid_rows,
             "vocab_size": self.vocab_size,
-            "return_stats": call.inputs.statistics,
         }
 
 

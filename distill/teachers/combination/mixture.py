@@ -68,8 +68,9 @@ class MixtureFormat(FusedFormat):
                     TeacherHead(hidden, head.weight, share, head.bias, member.transform.scale, member.transform.softcap)
                     for hidden, head, share, member in zip(targets, weights, self.weights, self.members, strict=True)
                 ]
-            arguments = pairing.arguments(call)
-            return loss(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
+            arguments = pairing.arguments(call) | {"return_stats": call.inputs.statistics}
+            fused: Any = loss
+            return fused(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
 
     def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(targets, tuple)

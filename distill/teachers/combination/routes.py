@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
-from distill_kernels import LossTerm, TokenStats
+from distill_kernels import TokenStats
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
@@ -20,7 +20,7 @@ from distill.data.tokenise import Encoder
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
 from distill.objectives.hidden import pairing_of
-from distill.objectives.losses import PER_ROUTE, LossSpec, TargetLoss
+from distill.objectives.losses import PER_ROUTE, LossOfParts, LossSpec, TargetLoss
 from distill.objectives.measure import together
 from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
@@ -56,7 +56,7 @@ class RouteTargets(NamedTuple):
     rows: torch.Tensor
 
 
-class RoutedLoss(TargetLoss):
+class RoutedLoss(LossOfParts):
     """The same loss for every route, each with its teachers' scales and soft caps.
 
     Attributes:
@@ -69,22 +69,12 @@ class RoutedLoss(TargetLoss):
         self.members = list(members)
         self.counts = counts
         self.measured = self.members[0]
+        self.terms = self.measured.terms
         self.objective = self.measured.objective
 
     @property
-    def terms(self) -> Sequence[LossTerm]:
-        return self.members[0].terms
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Raise NotImplementedError: the format calls each member with its own targets."""
-        raise NotImplementedError
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; `reduction` and `workspace` are set on all members too."""
-        super().__setattr__(name, value)
-        if name in ("reduction", "workspace"):
-            for member in self.members:
-                setattr(member, name, value)
+    def parts(self) -> Sequence[TargetLoss]:
+        return self.members
 
 
 class RoutedFormat(TargetFormat, ComparesTokens):
@@ -152,9 +142,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
-        items = call.inputs.num_items
-        if items is None:
-            items = (call.labels != IGNORE_INDEX).sum().clamp_min(1)
+        items = call.divisor()  # of all routes
         flat = call.labels.flatten()
         for number, (member, own) in enumerate(zip(self.members, loss.members, strict=True)):
             targets: RouteTargets | None = call.inputs.targets.get(number)
