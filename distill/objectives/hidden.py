@@ -18,7 +18,6 @@ from distill.objectives.policy_gradient import SampledTokenLoss
 from distill.objectives.student_top_k import student_top_k_loss
 from distill.objectives.targets import (
     TOP,
-    ComparesTokens,
     HeadForward,
     LossResult,
     TargetFormat,
@@ -87,7 +86,7 @@ class StoredHead:
         self.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
 
-class FusedFormat(TargetFormat, ComparesTokens):
+class FusedFormat(TargetFormat):
     """Hidden states and heads, in the fused losses of full distributions.
 
     Attributes:

@@ -25,14 +25,12 @@ from distill.objectives.measure import together
 from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
     Batch,
-    ComparesTokens,
     HeadForward,
     LossResult,
     TargetFormat,
     TargetProperties,
     Targets,
     VocabularyAlignment,
-    token_comparison,
 )
 from distill.objectives.top_k import TopKFormat
 from distill.teachers.base import Constructor
@@ -77,7 +75,7 @@ class RoutedLoss(LossOfParts):
         return self.members
 
 
-class RoutedFormat(TargetFormat, ComparesTokens):
+class RoutedFormat(TargetFormat):
     """Format of targets that are `RouteTargets` by the number of the route.
 
     Args:
@@ -119,23 +117,19 @@ class RoutedFormat(TargetFormat, ComparesTokens):
 
     def likeliest(self, targets: object, rows: torch.Tensor, most: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert isinstance(targets, dict)
-        likeliest = {
-            n: comparison.likeliest(own.targets, own.rows, most)
-            for n, own in targets.items()
-            if (comparison := token_comparison(self.members[n])) is not None
-        }
-        return {self.routes[number]: each for number, of_one in likeliest.items() for each in of_one.values()}
+        found = {}
+        for number, own in targets.items():
+            for tokens in self.members[number].likeliest(own.targets, own.rows, most).values():
+                found[self.routes[number]] = tokens
+        return found
 
     def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
-            comparison = token_comparison(self.members[number])
-            if comparison is None:
-                continue
             mine = call._replace(inputs=replace(call.inputs, targets=own.targets, num_items=None))
-            (share,) = comparison.overlap(pairing, mine, rows).values()
-            shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
+            for share in self.members[number].overlap(pairing, mine, rows).values():
+                shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
