@@ -81,7 +81,8 @@ class StoredHead:
         """Yield the weights as they are."""
         yield self.weights
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
+        """Move the weights in place, without a LoRA; those who have the head see it."""
         weight, bias, _ = self.weights
         self.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
@@ -127,9 +128,11 @@ class FusedFormat(TargetFormat):
             if head.lora is not None:
                 a, b, scale = head.lora
                 own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
-            both = (own, self.scores(call.inputs.targets, rows))
-        own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
-        return {"": (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)}
+            theirs = self.scores(call.inputs.targets, rows)
+        most = min(TOP, pairing.columns)
+        own_tokens = own[:, : pairing.columns].topk(most).indices
+        their_tokens = theirs[:, : pairing.columns].topk(most).indices
+        return {"": (own_tokens[:, :, None] == their_tokens[:, None]).any(-1).float().mean(-1)}
 
 
 class HiddenFormat(FusedFormat):
