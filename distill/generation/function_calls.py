@@ -127,7 +127,6 @@ class UserFunction:
             self._idle.put(worker)
 
     def error_prefix(self, location: str = "") -> str:
-        """Return the beginning of an error message."""
         return f"{self.field} {self.file}:{self.name}{f', {location}' if location else ''}"
 
 

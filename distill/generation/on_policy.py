@@ -231,7 +231,6 @@ class OnPolicyRollouts:
             )
 
     def _respond(self, rollouts: list[Rollout], same_weights: bool = False) -> list[Rollout]:
-        """Generate the next response of each rollout; return them."""
         responses = self.engine.generate(
             [rollout.prompt for rollout in rollouts],
             max_new_tokens=[self._room(rollout) for rollout in rollouts],
@@ -250,7 +249,6 @@ class OnPolicyRollouts:
         return self._limit(rollout.document) - len(rollout.tokens)
 
     def _insert_responses(self, own: RolloutStep, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
-        """Return a step's micro-batches with the generated responses."""
         batches, plans, _ = own
         batches = [_without_source_rows(batch) for batch in batches]
         if not any(plan.has_changes for plan in plans):
@@ -294,7 +292,6 @@ class OnPolicyRollouts:
         return StepBatches(made, sums)
 
     def _with_response(self, document: Document, response: GeneratedResponse, score: Score | None) -> Document:
-        """Return a document with a generated response in place of its own."""
         log_probs = response.log_probs if self.log_probs else None
         reader = self.readers.get(document.route)
         if reader is None:

@@ -34,7 +34,6 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages before the response."""
         return list(self.row.get("messages") or [{"role": "user", "content": self.row["prompt"]}])
 
     def with_response(self, response: str, message: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -18,7 +18,6 @@ Batches = Sequence[Collated]
 
 
 def row_length(row: Sequence[Document]) -> int:
-    """Return the number of tokens of a row of documents."""
     return sum(document.length for document in row)
 
 
@@ -38,7 +37,6 @@ class MicroBatchPlan(NamedTuple):
 
     @property
     def to_generate(self) -> list[Document]:
-        """Return the documents whose responses are generated."""
         return [document for document, replaced in zip(self.documents, self.replaced, strict=True) if replaced]
 
     @property
@@ -149,5 +147,4 @@ class GeneratedResponse(NamedTuple):
 
     @property
     def generated(self) -> int:
-        """Number of tokens that the student generated."""
         return len(self.tokens) - sum(stop - start for start, stop in self.replies)

@@ -97,7 +97,6 @@ class FusedFormat(TargetFormat):
     transform = LogitTransform()
 
     def transforms(self, pairing: VocabularyAlignment) -> LogitTransforms:
-        """Return scale and soft cap of both models."""
         return LogitTransforms(pairing.student, self.transform)
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:

@@ -89,7 +89,6 @@ class MatchedTerm(NamedTuple):
 
     @property
     def is_projected(self) -> bool:
-        """Return whether the student's states are projected to the teacher's width."""
         return isinstance(self.term, HiddenStateTerm) and self.term.projection == "learned"
 
 
@@ -129,7 +128,6 @@ class StepStates:
     def record_student(
         self, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Record the student's states inside the block."""
         self.documents = document_numbers(position_ids, attention_mask)
         with self.matching.of_student.record() as self.student:
             yield
@@ -171,7 +169,6 @@ class LayerMatching:
             self.inner.add_module(MODULE, self.projections)
 
     def detach(self) -> None:
-        """Take the projections out of the student."""
         if len(self.projections):
             self.inner._modules.pop(MODULE, None)
 
@@ -184,7 +181,6 @@ class LayerMatching:
         return StateRecorder(model, self._layers(HiddenStateTerm, side), self._layers(AttentionRelationTerm, side))
 
     def _layers(self, kind: type[HiddenStateTerm] | type[AttentionRelationTerm], side: int) -> list[int]:
-        """Return the layers of one model that the terms of a kind compare."""
         of_kind = [matched for matched in self.terms if isinstance(matched.term, kind)]
         return sorted({pair[side] for matched in of_kind for pair in matched.pairs})
 

@@ -58,7 +58,6 @@ def single_losses(loss: TargetLoss) -> Iterator[Any]:
 
 
 def reads_layers(loss: TargetLoss) -> bool:
-    """Return whether a loss compares layers of both models."""
     return isinstance(loss, LossOfParts) and loss.reads_layers
 
 
@@ -143,7 +142,6 @@ class HeldOutLoss(nn.Module):
 
 
 def soft_terms(terms: Sequence[LossTerm]) -> list[LossTerm]:
-    """Return the terms that compare with the teacher."""
     return [term for term in terms if term.type != "cross_entropy" and term.weight > 0]
 
 
