@@ -101,12 +101,12 @@ class RolloutSums(NamedTuple):
     rewards: RewardSums = RewardSums()
 
     def flat(self) -> list[float]:
-        return [*self[:-1], *self.rewards]  # type: ignore[list-item]
+        return [*self[:-1], *self.rewards]
 
     @classmethod
     def from_flat(cls, values: Sequence[float]) -> RolloutSums:
         own = len(cls._fields) - 1
-        return cls(*values[:own], rewards=RewardSums(*values[own:]))
+        return cls._make([*values[:own], RewardSums(*values[own:])])
 
     def plus(self, other: RolloutSums) -> RolloutSums:
         return self.from_flat([mine + added for mine, added in zip(self.flat(), other.flat(), strict=True)])
