@@ -38,6 +38,7 @@ class StudentTopKLoss(TermLoss):
 
     term: TopKTerm
     at_temperature = True
+    weighted_by_kernel = True
 
     def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
         assert teacher is not None
@@ -53,6 +54,7 @@ class StudentTopKLoss(TermLoss):
             tail=self.term.tail,
             temperature=self.temperature,
             scale_by_temperature_squared=False,  # `weight` has the factor
+            divergence_weight=self.weight,
             student_logit_scale=student.scale,
             student_softcap=student.softcap,
             teacher_logit_scale=self.transform.scale,

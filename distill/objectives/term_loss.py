@@ -41,9 +41,12 @@ class TermLoss(abc.ABC):
         workspace: Bytes of the logits' buffers, where the term has any; None to choose.
         at_temperature: Whether the term compares distributions at the loss's temperature; else at 1.
         reads_layers: Whether the term compares layers of both models.
+        weighted_by_kernel: Whether `reduced` has the weight already: where a kernel takes it, gradients in 16 bits are
+            rounded once instead of twice.
     """
 
     at_temperature = False
+    weighted_by_kernel = False
     reads_layers = False
 
     def __init__(self, term: Term, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
@@ -62,7 +65,8 @@ class TermLoss(abc.ABC):
 
     def __call__(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
         """Return the loss inside the student head's own call; `teacher` is None where its targets need no head."""
-        return self.weight * self.reduced(call, teacher)
+        value = self.reduced(call, teacher)
+        return value if self.weighted_by_kernel else self.weight * value
 
     @abc.abstractmethod
     def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
