@@ -183,9 +183,9 @@ class RunResults:
         settings = self.recipe.generate
         if not settings.prompts:
             return []
-        from distill.generation.greedy import generate
+        from distill.generation.engines import greedy_responses
 
-        return generate(student, self.pair.tokenizer, settings.prompts, settings.max_new_tokens)
+        return greedy_responses(student, self.pair.tokenizer, settings.prompts, settings.max_new_tokens)
 
     def _write_card(self, result: RunResult) -> None:
         from distill.reports.model_card import hub_ids, licence_of, write_model_card

@@ -12,7 +12,7 @@ from tiny import save_models, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.commands.cache_epoch import load, make_cache
-from distill.generation.greedy import generate
+from distill.generation.engines import greedy_responses
 from distill.models.layers import is_offloaded
 from distill.models.loading import load_teacher
 from distill.models.quantised_checkpoints import is_quantised
@@ -92,7 +92,7 @@ def test_an_fp8_teacher_is_cached_in_fp8(here, device):
         swap_linears_for_fp8(teacher)
         hold_to(teacher, loaded, cache)
         prompts = ["The teacher"]
-        answers = generate(teacher, loaded.pair.tokenizer, prompts, 5)
+        answers = greedy_responses(teacher, loaded.pair.tokenizer, prompts, 5)
         assert layout.read_json(cache.folder / layout.ANSWERS)["answers"] == dict(zip(prompts, answers, strict=True))
 
 

@@ -1,13 +1,11 @@
 """Defaults of teachers and their plans: what holds where nothing is overridden, and the way through those inside."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny import tiny_model
 
 from distill.data.collator import Collator
-from distill.objectives.targets import token_comparison
+from distill.objectives.targets import TargetFormat
 from distill.teachers import base, interface, load_context
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.base import InnerPlan, TeacherPlan
@@ -111,8 +109,10 @@ def test_only_what_prefetches_is_asked_ahead_each_for_its_own_rows():
 
 
 def test_formats_of_whole_distributions_compare_tokens():
-    teacher = BigramTeacher(40)
-    assert token_comparison(teacher.format) is teacher.format and token_comparison(SimpleNamespace()) is None
+    targets = torch.randn(1, 5, 16)
+    ((rows, tokens),) = BigramTeacher(40).format.likeliest(targets, torch.arange(5), 3).values()
+    assert rows.tolist() == [0, 1, 2] and len(tokens) == 3
+    assert TargetFormat().likeliest(targets, torch.arange(5), 3) == {}
 
 
 class Leaf(TeacherPlan):

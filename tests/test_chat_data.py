@@ -12,7 +12,7 @@ from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import FROZEN_DAY
 from distill.data.load import load_data
 from distill.evaluation.targets import find_target, held_out_rows
-from distill.generation.greedy import encode_prompt
+from distill.generation.prompts import encode_prompt
 from distill.recipe import Data, parse
 from distill.run import run
 from distill.teachers.registry import source_of
@@ -149,7 +149,7 @@ def test_a_template_of_the_recipe_goes_with_the_student_and_is_what_it_is_judged
         name="own",
     )
     tokenizer = source_of(recipe).vocabulary().tokenizer
-    asked = tokenizer.decode(encode_prompt(tokenizer, "Q")[0])
+    asked = tokenizer.decode(encode_prompt(tokenizer, "Q"))
     assert asked == "<|start|>I am user\nQ<|end|>\n<|start|>I am assistant\n"
     target = find_target(str(run(recipe).folder))
     assert AutoTokenizer.from_pretrained(target.student.model).chat_template == own

@@ -23,11 +23,15 @@ def inputs(dtype, device, n=37, vocab=203):
     return [x_s, w_s, bias, a, b], x_t, w_t, labels
 
 
-def full(tensors, x_t, w_t, labels, items=None, weights=None, vocab=200):
+def each_row(tensors, x_t, w_t, labels, weights=None, vocab=200):
     x, w, bias, a, b = tensors
     student = (x @ w.T + bias + 0.5 * (x @ a.T) @ b.T)[:, :vocab]
     rows = own_loss(student, (x_t @ w_t.T)[:, :vocab], labels)
-    rows = torch.where(labels != -100, rows if weights is None else rows * weights, 0)
+    return torch.where(labels != -100, rows if weights is None else rows * weights, 0)
+
+
+def full(tensors, x_t, w_t, labels, items=None, weights=None):
+    rows = each_row(tensors, x_t, w_t, labels, weights)
     return rows.sum() / ((labels != -100).sum() if items is None else items)
 
 
@@ -65,6 +69,30 @@ def test_equals_autograd_over_full_logits(device, dtype, given):
     for name, *results in zip(["loss", "x", "w", "bias", "a", "b"], made, eager, exact, strict=True):
         assert_as_good_as_torch(*results, dtype, name)
     assert not made[2][200:].any(), "padded vocabulary got a gradient"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("told", [False, True], ids=["labels", "valid rows"])
+def test_each_rows_loss_takes_an_upstream_gradient_of_its_own(device, dtype, told):
+    tensors, x_t, w_t, labels = inputs(dtype, device)
+    upstream = torch.randn(len(labels), device=device, dtype=torch.float64)
+    valid = (labels != -100).nonzero().squeeze(-1) if told else None
+
+    def ours(leaves):
+        x, w, bias, a, b = leaves
+        loss = ChunkedLoss(own_loss, reduction="none", max_workspace_mib=7 * 24 * 200 / 2**20)
+        more = {"student_bias": bias, "student_lora": (a, b, 0.5), "valid_rows": valid, "vocab_size": 200}
+        return (loss(x, w, x_t, w_t, labels, **more) * upstream).sum()
+
+    def exactly(leaves):
+        return (each_row(leaves, x_t.to(leaves[0].dtype), w_t.to(leaves[0].dtype), labels) * upstream).sum()
+
+    exact = differentiate(exactly, tensors, torch.float64)
+    eager = differentiate(exactly, tensors)
+    for name, *results in zip(
+        ["loss", "x", "w", "bias", "a", "b"], differentiate(ours, tensors), eager, exact, strict=True
+    ):
+        assert_as_good_as_torch(*results, dtype, name)
 
 
 def test_half_precision_keeps_small_gradients(device):
@@ -127,6 +155,6 @@ def test_mistakes_are_named(device):
     with pytest.raises(ValueError, match="fn: expected losses of shape"):
         ChunkedLoss(lambda s, t, y: s.sum())(x, w)
     with pytest.raises(ValueError, match="reduction"):
-        ChunkedLoss(own_loss, reduction="none")
+        ChunkedLoss(own_loss, reduction="median")
     with pytest.raises(ValueError, match="student_weight"):
         ChunkedLoss(own_loss)(x, w[:, :3])

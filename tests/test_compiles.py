@@ -177,14 +177,14 @@ def test_kernels_compile_for_sm_90(name):
 
 WHOLE_STEPS = """
 import test_fused_decode as steps
-from distill.generation import fused_step
-from distill.generation.fused_decoder import RaggedCache, decoder_of, prefill
+from distill.generation import support_check
+from distill.generation.support_check import FusedSupport, RaggedCache, decoder_of, prefill
 def calls_of(model, dtype, rows):
     cache = RaggedCache(model.config, rows, 16, model.device)
     cache.calls = {}
     prefill(decoder_of(model), [[1, 2]] * rows, range(rows), cache)
-    return cache.calls
-fused_step.check_layers = calls_of  # without the numbers, which are garbage here
+    return FusedSupport(None, cache.calls)
+support_check.try_fused_layers = calls_of  # without the numbers, which are garbage here
 for kind in steps.KINDS:
     step = steps.step_of(steps.lively(torch.device("cpu"), kind, torch.bfloat16))
     step.slots.cache.lengths.fill_(1)

@@ -209,14 +209,14 @@ def test_mistakes_are_named():
 def test_a_real_model_gives_the_same_outputs(smollm2_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from distill.generation.greedy import encode_prompt
+    from distill.generation.prompts import encode_prompt
 
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(smollm2_folder),
         AutoTokenizer.from_pretrained(smollm2_folder),
     )
     texts = ["What is the capital of France?", "Name three colours.", "Write a haiku about autumn rain in the city."]
-    prompts = [encode_prompt(tokenizer, text)[0].tolist() for text in texts]
+    prompts = [encode_prompt(tokenizer, text) for text in texts]
     tokens, truncated = theirs(model, prompts, 32, eos_token_id=[tokenizer.eos_token_id])
     found = ours(model, prompts, 32, ends=[tokenizer.eos_token_id])
     assert found.tokens == tokens and found.truncated == truncated

@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.greedy import encode_prompt
+from distill.generation.prompts import encode_prompt
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.precision.quantised_student import quantise_student
 from distill.recipe.quantise import Quantise
@@ -259,7 +259,7 @@ def test_smollm2_answers_as_the_decode_loop_and_transformers_do(smollm2_folder, 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
     path = Path(write_gguf(smollm2_folder, tmp_path / "m.gguf", "f32").path)
     questions = ["What is the capital of France?", "Name three colours.", "Add 17 and 25.", "Say hello in Spanish."]
-    prompts = [encode_prompt(tokenizer, question)[0].tolist() for question in questions]
+    prompts = [encode_prompt(tokenizer, question) for question in questions]
     made = llama_cpp.judge(path, prompts=prompts, count=24).greedy
     own = DecodeLoop(model, EngineSettings(tokenizer.pad_token_id, [])).generate(prompts, max_new_tokens=24)
     for prompt, answer, ours in zip(prompts, made, own.tokens, strict=True):

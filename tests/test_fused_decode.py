@@ -210,9 +210,9 @@ def test_fused_decoding_is_used_on_measured_families(kernel_device, hardware, li
     assert {INTERPRETER, "sm_90"} == FASTER_ON
     model = lively(kernel_device)
     assert step_of(model, None) is not None and step_of(model, False) is None
-    hardware.setattr("distill.generation.fused_decoder.FASTER_ON", frozenset())
+    hardware.setattr("distill.generation.support_check.FASTER_ON", frozenset())
     assert step_of(model, None) is None and step_of(model, True) is not None
-    limit.setattr("distill.generation.fused_step.MAX_ROWS", 2)
+    limit.setattr("distill.generation.support_check.MAX_ROWS", 2)
     assert step_of(model, True) is None
 
 

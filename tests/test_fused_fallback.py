@@ -34,7 +34,7 @@ def warnings(caplog):
 
 
 def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, fault, warnings):
-    fault.setattr(fused_step, "check_layers", fail)
+    fault.setattr(fused_step, "fused_support", fail)
     model = model_on(kernel_device)
     loop = loop_of(model)
     for _ in range(2):

@@ -11,7 +11,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 from distill.evaluation.evaluate import HeldOut
 from distill.evaluation.generate import stream
-from distill.generation.greedy import encode_prompt, generate
+from distill.generation.engines import greedy_responses
+from distill.generation.prompts import encode_prompt
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import code_block, escape, write_model_card
 from distill.reports.run_summary import samples_text, write_samples
@@ -26,20 +27,20 @@ AFTER = HeldOut(2048, 1.0, 1.2, 0.625, 3.0, 2.0, 1.0, 1.5)
 
 def test_prompts_are_user_turns_where_there_is_a_template():
     chat, plain = tiny_tokenizer(), tiny_tokenizer(chat_template=None)
-    assert chat.decode(encode_prompt(chat, "hi")[0]) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
-    assert plain.decode(encode_prompt(plain, "hi")[0]) == "hi"
+    assert chat.decode(encode_prompt(chat, "hi")) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert plain.decode(encode_prompt(plain, "hi")) == "hi"
 
 
 def test_answers_are_greedy_and_end_at_the_end_token():
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer).train()
     prompts = ["What?", "Why is the sky blue?"]
-    answers = generate(model, tokenizer, prompts, max_new_tokens=6)
+    answers = greedy_responses(model, tokenizer, prompts, max_new_tokens=6)
     torch.manual_seed(5)
-    assert answers == generate(model, tokenizer, prompts, max_new_tokens=6), "random numbers were drawn"
+    assert answers == greedy_responses(model, tokenizer, prompts, max_new_tokens=6), "random numbers were drawn"
     assert model.training, "the mode must be given back"
     with torch.no_grad():
-        ids, expected = encode_prompt(tokenizer, prompts[0]), []
+        ids, expected = torch.tensor([encode_prompt(tokenizer, prompts[0])]), []
         for _ in range(6):
             best = model.eval()(input_ids=ids).logits[0, -1].argmax()
             if best.item() == tokenizer.eos_token_id:
@@ -51,21 +52,21 @@ def test_answers_are_greedy_and_end_at_the_end_token():
     torch.nn.init.zeros_(model.lm_head.weight)
     torch.nn.init.zeros_(model.lm_head.bias)
     model.lm_head.bias.data[tokenizer.eos_token_id] = 9.0  # always says that it is done
-    assert generate(model, tokenizer, ["Well?"], max_new_tokens=6) == [""]
+    assert greedy_responses(model, tokenizer, ["Well?"], max_new_tokens=6) == [""]
 
 
 def test_a_models_own_habits_of_generating_play_no_part():
     """Qwen2.5's configuration punishes repetition, and transformers keeps to the 50 likeliest tokens by itself."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, seed=3)
-    greedy = generate(model, tokenizer, ["Say it"], max_new_tokens=20)
+    greedy = greedy_responses(model, tokenizer, ["Say it"], max_new_tokens=20)
     own = model.generation_config
     own.repetition_penalty, own.suppress_tokens, own.top_k = 1.8, list(range(60, 200)), 1
-    assert generate(model, tokenizer, ["Say it"], max_new_tokens=20) == greedy
+    assert greedy_responses(model, tokenizer, ["Say it"], max_new_tokens=20) == greedy
     said = [stream(model, tokenizer, "Say it", str, max_new_tokens=20, temperature=t) for t in (0.0, 1.0)]
     assert said[0].strip() == greedy[0]
     with torch.no_grad():
-        likeliest = model(input_ids=encode_prompt(tokenizer, "Say it")).logits[0, -1].topk(50).indices
+        likeliest = model(input_ids=torch.tensor([encode_prompt(tokenizer, "Say it")])).logits[0, -1].topk(50).indices
     torch.manual_seed(0)
     letters = [stream(model, tokenizer, "Say it", str, max_new_tokens=1, temperature=1.0) for _ in range(40)]
     within = {tokenizer.decode([number]) for number in likeliest}

@@ -13,7 +13,7 @@ from two_tokenizers import TOKENIZERS
 
 from distill.cli import run_command
 from distill.evaluation.generate import Stream
-from distill.generation.greedy import generate
+from distill.generation.engines import greedy_responses
 from distill.planning.inspect_batches import plain_text, rich_text, token_metrics, tokens_of
 from distill.reports.export import export
 
@@ -48,7 +48,7 @@ def test_generate_prints_student_and_teacher(folder, capsys):
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     for name, path in (("teacher", "teacher"), ("student", "runs/mine/student")):
         model = AutoModelForCausalLM.from_pretrained(path)
-        (expected,) = generate(model, tokenizer, ["What?"], 6)
+        (expected,) = greedy_responses(model, tokenizer, ["What?"], 6)
         said = out.split(f"--- {name}\n")[1].split("\n---")[0]
         assert said.strip() == expected
     assert run_command(["generate", "teacher", "-p", "What?", "-p", "Why?", "--max-new-tokens", "3", "--json"]) == 0

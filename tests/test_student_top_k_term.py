@@ -327,7 +327,7 @@ def test_recipes_with_this_loss():
     parse(BASE + TERM, ["data.on_policy={fraction: 0.5, temperature: 0.7}"])
     parse(BASE + TERM, ["teacher={type: cache, path: there}"])  # which may hold hidden states
     parse(BASE + TERM, ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"])
-    assert hidden.LOSSES.keys() == {*SEPARATE, *LAYERED}
+    assert hidden.TERM_LOSSES.keys() == {*SEPARATE, *LAYERED}
     two = "teachers: [{model: t, route: a}, {model: u, route: a}]"
     for text, overrides, told in (
         (TERM.replace("_kl}", "_kl, k: 0}"), [], "k"),

@@ -13,7 +13,7 @@ from distill.data.rows import RowFault
 from distill.evaluation.sample import AnswerSettings, sample
 from distill.generation.environment import ChatFormat, Environment, EnvironmentLog
 from distill.generation.function_calls import FunctionInput
-from distill.generation.greedy import encode_prompt
+from distill.generation.prompts import encode_prompt
 from distill.recipe import Data, RecipeError, parse
 from distill.run import run
 from distill.teachers.registry import source_of
@@ -264,7 +264,7 @@ def test_a_run_keeps_the_variables_in_lock_card_and_tokenizer(models, tmp_path):
     assert "enable_thinking: false" in card and "enable_thinking: true" in card
     saved = AutoTokenizer.from_pretrained(folder / "student")
     assert template_kwargs_of(saved) == {"enable_thinking": False}
-    assert saved.decode(encode_prompt(saved, "Why?")[0]).endswith("assistant\n<none>\n")
+    assert saved.decode(encode_prompt(saved, "Why?")).endswith("assistant\n<none>\n")
 
 
 @pytest.mark.parametrize("who, end", [("student", "assistant\n<none>\n"), ("teacher", "assistant\n")])
@@ -313,9 +313,7 @@ def test_generate_and_chat_read_the_variables_of_each_model(models, tmp_path, mo
     run(recipe)
     monkeypatch.chdir(tmp_path)
     _, tokenizers = load_models(str(tmp_path / "pair"), None, with_teacher=True)
-    ends = {
-        name: own.decode(encode_prompt(own, "Why?")[0]).rpartition("<|start|>")[2] for name, own in tokenizers.items()
-    }
+    ends = {name: own.decode(encode_prompt(own, "Why?")).rpartition("<|start|>")[2] for name, own in tokenizers.items()}
     assert ends == {"teacher": "assistant\n", "student": "assistant\n<none>\n"}
 
 

@@ -20,7 +20,7 @@ from distill.commands.arguments import (
 from distill.core import console
 
 if TYPE_CHECKING:
-    from distill.generation.greedy import Turn
+    from distill.generation.prompts import Turn
 
 NEW = "/new"
 
@@ -84,10 +84,10 @@ def _lines() -> Iterator[str]:
 
 def _drop_oldest_turns(turns: list[Turn], prefix: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
     """Drop the oldest exchanges until the rest and a response fit the model's positions."""
-    from distill.generation.greedy import encode_prompt
+    from distill.generation.prompts import encode_prompt
 
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    while most and len(turns) > prefix + 2 and encode_prompt(tokenizer, turns).shape[1] + max_new_tokens > most:
+    while most and len(turns) > prefix + 2 and len(encode_prompt(tokenizer, turns)) + max_new_tokens > most:
         del turns[prefix : prefix + 2]
         console.print_error(f"the oldest turn was dropped: the model has at most {most:,} positions")
 

@@ -29,6 +29,7 @@ from distill.doctor.check_setup import TOLERANCE, CheckSetup, Gradients, take_gr
 from distill.doctor.rollouts import prompts_of
 from distill.doctor.rows import join_rows, with_masked_end
 from distill.models.head import bare, decoder_of, find_head
+from distill.objectives.losses import single_losses
 from distill.teachers.diagnose import diagnose_teacher
 from distill.training.trainer import DistillationTrainer
 
@@ -333,7 +334,8 @@ def _fused(subject: CheckSetup, *, workspace: int | None = None) -> tuple[torch.
     """Return loss and gradients as training computes them."""
     objective = subject.objective()
     batch = subject.batch()
-    objective.loss.workspace = workspace
+    for loss in single_losses(objective.loss):
+        loss.workspace = workspace
     with subject.in_eval_mode():
         loss = subject.student(**objective.student_inputs(batch, statistics=False))["loss"]
         loss.backward()

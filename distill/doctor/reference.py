@@ -24,7 +24,7 @@ from distill.doctor.remote_outputs import column_prefix, logits_of
 from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import Row, first_trained, split_row
 from distill.models.load.vocabulary import compare
-from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
+from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss, single_losses
 from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
@@ -132,7 +132,8 @@ class Reference:
 
     def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
         """Return each token's loss [N, 1], from the arguments of `objective.loss_of`."""
-        objective.loss.reduction = "none"
+        for loss in single_losses(objective.loss):
+            loss.reduction = "none"
         return loss_of(*call).flatten()[call[-1]][:, None]
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:

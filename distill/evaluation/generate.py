@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from distill.generation.decode_loop import DecodeLoop
 from distill.generation.engines import settings_for
-from distill.generation.greedy import Turn, encode_prompt
+from distill.generation.prompts import Turn, encode_prompt
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import end_tokens, override_generation_config
 from distill.generation.support_check import unsupported_reason
@@ -62,7 +62,7 @@ def stream(
     Tokens are sampled from softmax(logits / temperature); a temperature of 0 is greedy.
     """
     device = next(model.parameters()).device
-    ids = encode_prompt(tokenizer, prompt).to(device)
+    ids = torch.tensor([encode_prompt(tokenizer, prompt)], device=device)
     streamer = Stream(tokenizer, write)
     use_cache = generates_with_cache(model, ids.shape[1] + max_new_tokens)
     ends = end_tokens(tokenizer, model, None)
@@ -97,7 +97,7 @@ class TritonGenerator:
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
         """Return the response, after writing it."""
         responses = self.loop.generate(
-            encode_prompt(self.tokenizer, prompt).tolist(),
+            [encode_prompt(self.tokenizer, prompt)],
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature),
             seeds=[int(torch.randint(2**62, ()))],

@@ -39,7 +39,7 @@ from distill.data.sampled_rows import (
     vocabulary_hash,
 )
 from distill.generation.decode_loop import Engine
-from distill.generation.engines import CollectiveEngine, TransformersEngine, engine_for, settings_for
+from distill.generation.engines import TransformersEngine, engine_for, settings_for
 from distill.generation.parsed_response import ResponseParser
 from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.sampling import Sampling
@@ -164,7 +164,7 @@ def sample(
     )
     engine: Engine
     if processes > 1:
-        engine = CollectiveEngine(TransformersEngine(model, made_for, collective=True))
+        engine = TransformersEngine(model, made_for, collective=True)
     else:
         engine = engine_for(settings.engine, model, made_for, tokenizer=tokenizer, field="--engine")
     start = time.perf_counter()

@@ -36,7 +36,7 @@ from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedStepFactory
 from distill.generation.ragged_cache import attention_for_ragged_cache, prefill_sequences
 from distill.generation.sampling import GREEDY, Sampling
-from distill.generation.sequence_slots import SequenceSlots, copy_to_host
+from distill.generation.sequence_slots import Progress, SequenceSlots, copy_to_host
 from distill.generation.shared_prefixes import order_by_prefix
 from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
@@ -217,7 +217,7 @@ class DecodeLoop(Engine):
         slots.clear(self.pad)
         # tokens of each sequence; a check whose tokens are not read yet
         made = [0] * slots.batch
-        unread = None
+        unread: Progress | None = None
         while waiting or active:
             free = [slot for slot in range(slots.batch) if slot not in active]
             if waiting and (not active or len(free) >= slots.batch * MIN_FREE_FRACTION):
@@ -235,11 +235,10 @@ class DecodeLoop(Engine):
                     self._step(slots, sampling)
             if unread is not None:  # while these steps run on the device
                 waiting += self._read(unread, request, responses, active)
-            new = (slots.generated, slots.done, slots.ended, slots.responses[:, :steps], slots.log_probs[:, :steps])
-            unread = copy_to_host(*new)
+            unread = copy_to_host(slots, steps)
             slots.column.zero_()
-            made = unread[0].tolist()
-            done = unread[1].tolist()
+            made = unread.generated.tolist()
+            done = unread.done.tolist()
             if self.settings.stop is not None or any(done[slot] for slot in active):
                 waiting += self._read(unread, request, responses, active)
                 unread = None
@@ -253,19 +252,21 @@ class DecodeLoop(Engine):
             return limit
         return min(limit, self.short_length + 1 - prompt)
 
-    def _read(
-        self, check: list[torch.Tensor], request: Request, responses: Generated, active: dict[int, int]
-    ) -> list[int]:
+    def _read(self, check: Progress, request: Request, responses: Generated, active: dict[int, int]) -> list[int]:
         """Append the tokens sampled since the previous check, and free the slots of finished sequences.
 
         Returns the sequences that have to go on in another slot.
         """
-        made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in check)
+        made = check.generated.tolist()
+        done = check.done.tolist()
+        ended = check.ended.tolist()
+        tokens = check.responses.tolist()
+        log_probs = check.log_probs.tolist()
         stop = self.settings.stop
         going_on = list[int]()
         for slot, number in list(active.items()):
             own = responses.tokens[number]
-            seen = len(responses.tokens[number])
+            seen = len(own)
             own += tokens[slot][: made[slot] - seen]
             end = stop.find_end(own, seen) if stop is not None else None
             if end is not None:

@@ -1,4 +1,13 @@
-"""Generation engines: the built-in decode loop, transformers' `generate`, or vLLM where it is installed."""
+"""The three generation engines, by their names in `data.on_policy.engine`.
+
+    distill       our decode loop (decode_loop.py): continuous batches, CUDA graphs, fused steps where the model allows
+                  them; for training, where most time of a step would be spent in Python otherwise
+    transformers  `generate` of the model itself: whatever transformers loads, also sharded over processes; for models
+                  that the loop does not reproduce, and for the few greedy responses that people read
+    vllm          vLLM in this process, where it is installed (vllm_engine.py)
+
+All of them sample a token by its prompt's own seed, so that the first two draw the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
+from distill.generation.prompts import Turn, encode_prompt
 from distill.generation.sampling import Sampling, at_least_float32
 from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
 from distill.generation.support_check import unsupported_reason
@@ -78,10 +89,38 @@ def settings_for(
     return EngineSettings(pad, end_tokens(tokenizer, model, template), **more)
 
 
+def greedy_responses(
+    model: Any, tokenizer: Any, prompts: Sequence[str | Sequence[Turn]], max_new_tokens: int = 48
+) -> list[str]:
+    """Return greedy responses for people to read, without the prompt and without special tokens.
+
+    With a chat template each prompt becomes a user message; without one it is continued as text. The model's training
+    mode is restored; a patched student generates by its own forward.
+
+    Args:
+        model: A causal language model, bare or inside PEFT.
+        tokenizer: Its tokenizer.
+        prompts: Plain texts, or chats, which need a chat template.
+        max_new_tokens: Maximum length of a response; it ends earlier at an end-of-sequence token.
+    """
+    engine = TransformersEngine(model, settings_for(model, tokenizer, None))
+    responses = []
+    for prompt in prompts:  # one by one, so that the progress is seen and no response depends on its neighbours
+        generated = engine.generate([encode_prompt(tokenizer, prompt)], max_new_tokens=max_new_tokens)
+        responses.append(tokenizer.decode(generated.tokens[0], skip_special_tokens=True).strip())
+        console.advance()
+    return responses
+
+
 class TransformersEngine(Engine):
     """`model.generate` on left-padded batches.
 
-    With `collective`, all processes continue until the last of them has finished: for a model sharded over them.
+    Args:
+        model: The model that generates.
+        settings: Settings of the engine.
+        collective: The model is sharded over all processes, which call the engine with the same arguments: each
+            generates its part of the batches, and returns all responses. Every layer is gathered from all processes
+            when it is called, so that none may stop before the last response of any is finished.
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings, *, collective: bool = False) -> None:
@@ -99,13 +138,40 @@ class TransformersEngine(Engine):
         rope_by_document(model)
 
     def run(self, request: Request) -> Generated:
-        prompts, limits, _, sampling, *_ = request
+        return self._run_on_all_processes(request) if self.collective else self._run_here(request)
+
+    def _run_on_all_processes(self, request: Request) -> Generated:
+        """Generate this process's part and gather all; with the same logits, the responses are those of one process.
+
+        Log-probabilities are not gathered.
+        """
+        batch_size = request.batch_size
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+        result = Generated([], [])
+        # it takes part in each call of a layer, though it has no prompts left: one token from padding
+        padding = Request([[self.pad]], [1], [0], request.sampling, batch_size)
+        for start in range(0, len(request.prompts), batch_size * world):
+            first = start + rank * batch_size
+            numbers = range(len(request.prompts))[first : first + batch_size]
+            own = self._run_here(request.of(numbers) if numbers else padding)
+            parts: list[Any] = [None] * world
+            dist.all_gather_object(parts, (own.tokens, own.truncated) if numbers else ([], []))
+            for tokens, truncated in parts:
+                result.tokens.extend(tokens)
+                result.truncated.extend(truncated)
+        return result
+
+    def _run_here(self, request: Request) -> Generated:
+        prompts = request.prompts
+        limits = request.limits
         result = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
         with torch.no_grad(), eval_mode(self.model), autocast:
             for numbers, use_cache in self._batches(request):
                 batch = request.of(numbers)
-                sampler = _SeededSampler(self.columns, sampling, torch.tensor(batch.seeds, device=self.device))
+                seeds = torch.tensor(batch.seeds, device=self.device)
+                sampler = _SeededSampler(self.columns, request.sampling, seeds)
                 responses = self._generate_batch(batch.prompts, max(batch.limits), sampler, use_cache)
                 for number, drawn, log_probs in zip(numbers, responses, sampler.log_probs(), strict=True):
                     tokens, truncated = truncate_at_end(drawn, limits[number], self.ends, self.stop)
@@ -189,33 +255,3 @@ class _SeededSampler:
         """Return the sampled tokens' log-probabilities, with those that padding replaces after a response's end."""
         found: list[list[float]] = torch.cat(self._log_probs, 1).tolist()
         return found
-
-
-class CollectiveEngine(Engine):
-    """Engine of a model that is sharded over all processes: each generates its part, and returns all responses.
-
-    Every process must call it with the same arguments. The batches are those of one process: with the same logits the
-    responses are the same. Every layer is gathered from all processes when it is called, so that none may stop before
-    the last response of any is finished; a process without prompts left generates one token from padding. `engine` is
-    this process's, made with `collective`.
-    """
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self.engine = engine
-
-    def run(self, request: Request) -> Generated:
-        prompts, limits, seeds, sampling, batch_size, _ = request
-        rank = dist.get_rank()
-        world = dist.get_world_size()
-        result = Generated([], [])
-        for start in range(0, len(prompts), batch_size * world):
-            mine = slice(start + rank * batch_size, start + (rank + 1) * batch_size)
-            own = Request(prompts[mine], limits[mine], seeds[mine], sampling, batch_size)
-            padding = Request([[self.engine.pad]], [1], [0], sampling, batch_size)
-            responses = self.engine.run(own if own.prompts else padding)
-            parts: list[Any] = [None] * world
-            dist.all_gather_object(parts, (responses.tokens, responses.truncated) if own.prompts else ([], []))
-            for tokens, truncated in parts:
-                result.tokens.extend(tokens)
-                result.truncated.extend(truncated)
-        return result

@@ -67,7 +67,6 @@ class Rollout:
 
     @property
     def turn(self) -> int:
-        """Number of replies so far."""
         return len(self.replies)
 
     @property
@@ -273,7 +272,6 @@ class EnvironmentLog:
                 )
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the environment has replied to this conversation."""
         return key in self._replies
 
     def __getitem__(self, key: str) -> list[Message] | None:

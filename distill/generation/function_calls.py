@@ -97,7 +97,8 @@ class UserFunction:
             ValueError: the function raised, hung, died, or returned something else than it should.
         """
         while len(self._workers) < min(self.count, len(calls)):
-            self._workers.append(worker := _Worker(self))
+            worker = _Worker(self)
+            self._workers.append(worker)
             self._idle.put(worker)
         try:
             with ThreadPoolExecutor(max(len(self._workers), 1)) as pool:
@@ -126,7 +127,6 @@ class UserFunction:
             self._idle.put(worker)
 
     def error_prefix(self, location: str = "") -> str:
-        """Return the beginning of an error message."""
         return f"{self.field} {self.file}:{self.name}{f', {location}' if location else ''}"
 
 

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.errors import first_line
-from distill.generation.fused_decoder import FusedDecoder, check_layers, epsilon, fused_unsupported_reason
+from distill.generation.fused_decoder import FusedDecoder, epsilon
 from distill.generation.ragged_cache import AttentionCall
 from distill.generation.sampling import Sampling
 from distill.generation.sequence_slots import SequenceSlots
+from distill.generation.support_check import FusedSupport, fused_support
 from distill.models.head import decoder_of, find_head
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class FusedStepFactory:
         self.autocast = autocast
         self.columns = columns
         self.fused = fused
-        self._result: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
+        self._result: tuple[object, FusedSupport] | None = None
 
     def step_for(self, slots: SequenceSlots, ends: torch.Tensor, pad: int) -> FusedStep | None:
         """Return a fused step on these buffers; None where the model's own forward is needed, with a debug line.
@@ -55,19 +56,16 @@ class FusedStepFactory:
         )
         key = (modules, weight.dtype, weight.device, slots.batch > MAX_ROWS)
         if self._result is None or self._result[0] != key:
-            reason = fused_unsupported_reason(self.model, self.autocast, self.fused is True)
-            if slots.batch > MAX_ROWS:
-                reason = f"{slots.batch} sequences at once are more than {MAX_ROWS}"
             try:
-                result = reason or check_layers(self.model, dtype, slots.batch)
+                support = fused_support(self.model, self.autocast, slots.batch, forced=self.fused is True)
             except LAUNCH_ERRORS as error:
                 self.disable(error)
                 return None
-            self._result = key, result
-            if isinstance(result, str):
-                log.debug("decoding by the model's own layers, without fused ones: %s", result)
-        calls = self._result[1]
-        if isinstance(calls, str):
+            self._result = key, support
+            if support.reason is not None:
+                log.debug("decoding by the model's own layers, without fused ones: %s", support.reason)
+        reason, calls = self._result[1]
+        if reason is not None:
             return None
         return FusedStep(self.model, slots, dtype, calls, (ends, pad, self.columns))
 

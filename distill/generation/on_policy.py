@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -45,7 +44,7 @@ from distill.generation.documents import (
     score_columns,
 )
 from distill.generation.environment import Environment, Rollout
-from distill.generation.rewards import NO_REWARDS, Rewards, reward_metrics
+from distill.generation.rewards import Rewards, RewardSums, reward_metrics
 from distill.generation.rollout_steps import (
     Batches,
     Collated,
@@ -53,6 +52,7 @@ from distill.generation.rollout_steps import (
     LookAheadBatches,
     MicroBatchPlan,
     RolloutStep,
+    RolloutSums,
     StepBatches,
     is_repetitive,
     row_length,
@@ -109,9 +109,7 @@ class OnPolicyRollouts:
     rewards: Rewards | None = None
     environment: Environment | None = None
     readers: Readers = field(default_factory=dict)
-    # rollouts, their generated tokens, truncated ones, documents left out, rollouts that repeat themselves, seconds,
-    # staleness in steps, responses, and sums of `rewards`
-    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(8 + len(NO_REWARDS)))
+    _sums: RolloutSums = field(init=False, default=RolloutSums())  # since the last `pop_metrics`
     # by step, the responses generated for it, by `_key_of` their documents
     _responses: dict[int, dict[str, GeneratedResponse]] = field(init=False, default_factory=dict)
     # of the same steps, as far as this process generated them: their micro-batches, plans and results
@@ -144,10 +142,10 @@ class OnPolicyRollouts:
         if known is None or any(self._key_of(each, step) not in known for each in self._to_generate(current.plans)):
             self._pending_steps = self._future_steps(len(batches), step, following)
             self._generate({step: current} | self._pending_steps)
-        replaced_batches, metric_sums = current.result or self._insert_responses(current, step, collate)
+        result = current.result or self._insert_responses(current, step, collate)
         del self._responses[step]
-        self._sums += metric_sums
-        return replaced_batches
+        self._sums = self._sums.plus(result.sums)
+        return result.batches
 
     def upcoming_batches(self, collate: Callable[[list[Row]], Collated]) -> Iterator[Collated]:
         """Yield the micro-batches of future steps with generated responses, as `replace` will return them, each once.
@@ -233,7 +231,6 @@ class OnPolicyRollouts:
             )
 
     def _respond(self, rollouts: list[Rollout], same_weights: bool = False) -> list[Rollout]:
-        """Generate the next response of each rollout; return them."""
         responses = self.engine.generate(
             [rollout.prompt for rollout in rollouts],
             max_new_tokens=[self._room(rollout) for rollout in rollouts],
@@ -252,18 +249,17 @@ class OnPolicyRollouts:
         return self._limit(rollout.document) - len(rollout.tokens)
 
     def _insert_responses(self, own: RolloutStep, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
-        """Return a step's micro-batches with the generated responses."""
         batches, plans, _ = own
         batches = [_without_source_rows(batch) for batch in batches]
         if not any(plan.has_changes for plan in plans):
-            return StepBatches(batches, np.zeros_like(self._sums))
+            return StepBatches(batches, RolloutSums())
         replaced = list(self._to_generate(plans))
         responses = [self._responses[step][self._key_of(document, step)] for document in replaced]
         scored = [
             (document, response.tokens[response.last :]) for document, response in zip(replaced, responses, strict=True)
         ]
         scores: Sequence[Score | None] = [None] * len(scored)
-        rewards: tuple[float, ...] = NO_REWARDS
+        rewards = RewardSums()
         if self.rewards is not None:
             scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
         new = iter(
@@ -282,21 +278,20 @@ class OnPolicyRollouts:
                 )
             if self.rewards is not None:
                 made[-1] |= score_columns(rows if plan.has_changes else [], made[-1]["input_ids"].shape)
-        metric_sums = (
-            len(replaced),
-            sum(response.generated for response in responses),
-            sum(response.truncated for response in responses),
-            sum(plan.left_out for plan in plans),
-            sum(is_repetitive(response.tokens) for response in responses),
-            sum(response.seconds for response in responses),
-            sum(step - response.step for response in responses),
-            sum(1 + len(response.replies) for response in responses),
-            *rewards,
+        sums = RolloutSums(
+            rollouts=len(replaced),
+            tokens=sum(response.generated for response in responses),
+            truncated=sum(response.truncated for response in responses),
+            repeated=sum(is_repetitive(response.tokens) for response in responses),
+            left_out=sum(plan.left_out for plan in plans),
+            seconds=sum(response.seconds for response in responses),
+            lag=sum(step - response.step for response in responses),
+            responses=sum(1 + len(response.replies) for response in responses),
+            rewards=rewards,
         )
-        return StepBatches(made, np.array(metric_sums))
+        return StepBatches(made, sums)
 
     def _with_response(self, document: Document, response: GeneratedResponse, score: Score | None) -> Document:
-        """Return a document with a generated response in place of its own."""
         log_probs = response.log_probs if self.log_probs else None
         reader = self.readers.get(document.route)
         if reader is None:
@@ -319,19 +314,25 @@ class OnPolicyRollouts:
                 `rewards` those of `reward_metrics`.
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
-        here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
-        count, tokens, truncated, dropped, repeated, seconds, lag, turns, *rewards, ranks = reduce(here).tolist()
-        self._sums[:] = 0
-        more = {"rollout_lag": lag / max(count, 1)} if self.max_staleness else {}
-        more |= {} if self.environment is None else {"rollout_turns": turns / max(count, 1)}
-        more |= {} if self.rewards is None else reward_metrics(rewards, count)
-        return more | {
-            "rollouts": count,
-            "rollouts_per_second": count / max(seconds / ranks, 1e-9),
-            "rollout_length": tokens / max(count, 1),
-            "rollout_truncated": truncated / max(count, 1),
-            "rollout_repeated": repeated / max(count, 1),
-            "rollouts_left_out": dropped,
+        here = torch.tensor([*self._sums.flat(), 1.0], dtype=precision, device=device)
+        *values, ranks = reduce(here).tolist()
+        sums = RolloutSums.from_flat(values)
+        self._sums = RolloutSums()
+        count = max(sums.rollouts, 1)
+        metrics = {}
+        if self.max_staleness:
+            metrics["rollout_lag"] = sums.lag / count
+        if self.environment is not None:
+            metrics["rollout_turns"] = sums.responses / count
+        if self.rewards is not None:
+            metrics |= reward_metrics(sums.rewards, sums.rollouts)
+        return metrics | {
+            "rollouts": sums.rollouts,
+            "rollouts_per_second": sums.rollouts / max(sums.seconds / ranks, 1e-9),
+            "rollout_length": sums.tokens / count,
+            "rollout_truncated": sums.truncated / count,
+            "rollout_repeated": sums.repeated / count,
+            "rollouts_left_out": sums.left_out,
         }
 
     def _plan(self, documents: list[Document], rows: int, step: int) -> MicroBatchPlan:

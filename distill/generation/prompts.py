@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.data.chat import ChatTemplate
+from distill.data.chat import ChatTemplate, template_kwargs_of
 from distill.data.formats import FieldMap, Format, Sample, with_columns_beside
 from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS, TEMPLATE_KWARGS
 from distill.data.load import require_words_are_read
@@ -14,6 +14,8 @@ from distill.data.row_counts import RowCounts
 from distill.data.sampled_rows import MESSAGE
 from distill.data.sources import Row, RowFault, open_source, prompt_lines
 from distill.data.tokenise import tokens_before_text
+
+Turn = dict[str, str]  # of a chat: role and content
 
 
 @dataclass
@@ -32,7 +34,6 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages before the response."""
         return list(self.row.get("messages") or [{"role": "user", "content": self.row["prompt"]}])
 
     def with_response(self, response: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -146,3 +147,16 @@ def _prompt(
     if is_text and len(sample.messages) == 1:
         return Prompt(ids, {"prompt": sample.messages[0]["content"]} | own, text)
     return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}) | own, text)
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> list[int]:
+    """Return the token ids of a prompt: a user message of the chat template, or plain text where there is none.
+
+    Several turns are a chat, which needs a template; its keyword arguments are those that the tokenizer is saved with.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(prompt).input_ids)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    kwargs = template_kwargs_of(tokenizer)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)

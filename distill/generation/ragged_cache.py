@@ -86,7 +86,6 @@ class RaggedLayer(CacheLayerMixin):
         self.owner = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffers for the first keys and values."""
         _, heads, _, size = key_states.shape
         shape = (self.owner.batch, self.owner.slots, heads, size)
         self.dtype = value_states.dtype

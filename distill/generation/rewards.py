@@ -10,14 +10,28 @@ gradient accumulation nor on the number of processes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from distill.generation.documents import Document, Score
 from distill.generation.function_calls import FunctionInput
 
 EPSILON = 1e-4
-NO_REWARDS = (0.0, 0.0, 0.0, 0.0)  # sums of rewards and of the groups' std; number of groups, and of those with std 0
 Responses = Sequence[tuple[Document, Sequence[int]]]
+
+
+class RewardSums(NamedTuple):
+    """Sums over rewarded responses: of their rewards, and of the standard deviation within each group.
+
+    Attributes:
+        groups: Number of groups.
+        flat_groups: Number of groups whose rewards are all the same.
+    """
+
+    rewards: float = 0.0
+    deviations: float = 0.0
+    groups: float = 0.0
+    flat_groups: float = 0.0
 
 
 class Rewards:
@@ -41,7 +55,7 @@ class Rewards:
 
     def score(
         self, responses: Responses, conversations: Sequence[Sequence[dict[str, object]]] = ()
-    ) -> tuple[list[Score], tuple[float, ...]]:
+    ) -> tuple[list[Score], RewardSums]:
         """Return the reward and advantage of each response, and the sums that `reward_metrics` reads.
 
         Args:
@@ -62,7 +76,8 @@ class Rewards:
         spreads = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]
         flat = sum(max(group) == min(group) for group in groups)
         advantages = [a for group in groups for a in group_advantages(group, self.scale)]
-        return list(map(Score, values, advantages)), (sum(values), sum(spreads), float(len(groups)), float(flat))
+        sums = RewardSums(sum(values), sum(spreads), float(len(groups)), float(flat))
+        return list(map(Score, values, advantages)), sums
 
 
 def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[float]:
@@ -79,7 +94,7 @@ def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[flo
     return [(reward - mean) / divisor for reward in rewards]
 
 
-def reward_metrics(sums: Iterable[float], responses: float) -> dict[str, float]:
+def reward_metrics(sums: RewardSums, responses: float) -> dict[str, float]:
     """Return mean rewards from sums over all ranks.
 
     Args:
@@ -90,9 +105,9 @@ def reward_metrics(sums: Iterable[float], responses: float) -> dict[str, float]:
         reward (mean over the responses), reward_std (mean over the groups of the standard deviation within one),
             reward_zero_std (fraction of the groups whose rewards are all the same).
     """
-    total, spread, groups, flat = sums
+    groups = max(sums.groups, 1.0)
     return {
-        "reward": total / max(responses, 1.0),
-        "reward_std": spread / max(groups, 1.0),
-        "reward_zero_std": flat / max(groups, 1.0),
+        "reward": sums.rewards / max(responses, 1.0),
+        "reward_std": sums.deviations / groups,
+        "reward_zero_std": sums.flat_groups / groups,
     }

@@ -11,13 +11,13 @@ import numpy as np
 
 from distill.data.packing import best_fit
 from distill.generation.documents import Document
+from distill.generation.rewards import RewardSums
 
 Collated = dict[str, Any]
 Batches = Sequence[Collated]
 
 
 def row_length(row: Sequence[Document]) -> int:
-    """Return the number of tokens of a row of documents."""
     return sum(document.length for document in row)
 
 
@@ -37,7 +37,6 @@ class MicroBatchPlan(NamedTuple):
 
     @property
     def to_generate(self) -> list[Document]:
-        """Return the documents whose responses are generated."""
         return [document for document, replaced in zip(self.documents, self.replaced, strict=True) if replaced]
 
     @property
@@ -77,11 +76,47 @@ class LookAheadBatches(Iterator[Collated]):
         return list(self._buffered)[:count]
 
 
+class RolloutSums(NamedTuple):
+    """Sums over rollouts, of which their metrics are made.
+
+    Attributes:
+        rollouts: Number of rollouts.
+        tokens: Tokens that the student generated.
+        truncated, repeated: Numbers of rollouts that were cut off, and that repeat themselves.
+        left_out: Documents that no longer fit.
+        seconds: Time spent generating.
+        lag: Optimizer steps between the weights that generated and those that are trained.
+        responses: Responses in all rollouts, several in one with an environment.
+        rewards: See `RewardSums`.
+    """
+
+    rollouts: float = 0.0
+    tokens: float = 0.0
+    truncated: float = 0.0
+    repeated: float = 0.0
+    left_out: float = 0.0
+    seconds: float = 0.0
+    lag: float = 0.0
+    responses: float = 0.0
+    rewards: RewardSums = RewardSums()
+
+    def flat(self) -> list[float]:
+        return [*self[:-1], *self.rewards]
+
+    @classmethod
+    def from_flat(cls, values: Sequence[float]) -> RolloutSums:
+        own = len(cls._fields) - 1
+        return cls._make([*values[:own], RewardSums(*values[own:])])
+
+    def plus(self, other: RolloutSums) -> RolloutSums:
+        return self.from_flat([mine + added for mine, added in zip(self.flat(), other.flat(), strict=True)])
+
+
 class StepBatches(NamedTuple):
-    """A step's micro-batches with generated responses, and their contribution to `OnPolicyRollouts._sums`."""
+    """A step's micro-batches with generated responses, and what they add to the sums of metrics."""
 
     batches: list[Collated]
-    metric_sums: np.ndarray
+    sums: RolloutSums
 
 
 class RolloutStep(NamedTuple):
@@ -112,5 +147,4 @@ class GeneratedResponse(NamedTuple):
 
     @property
     def generated(self) -> int:
-        """Number of tokens that the student generated."""
         return len(self.tokens) - sum(stop - start for start, stop in self.replies)

@@ -31,7 +31,6 @@ class Sampling(NamedTuple):
 
     @property
     def has_cut_offs(self) -> bool:
-        """Return whether the cut-offs exclude tokens."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
@@ -55,7 +54,6 @@ GREEDY = Sampling(0.0)
 
 
 def sampling_of(section: OnPolicy) -> Sampling:
-    """Return the sampling parameters of a recipe's `data.on_policy`."""
     return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
 
 

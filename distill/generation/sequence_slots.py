@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,22 +57,17 @@ class SequenceSlots:
             seeds: Seeds of the sampled tokens.
             generated: Number of those tokens at the end of each sequence.
         """
-        at, *started = (
-            to_device(torch.tensor(values, dtype=torch.int64), self.token.device)
-            for values in (
-                slots,
-                [len(tokens) for tokens in sequences],
-                [tokens[-1] for tokens in sequences],
-                seeds,
-                limits,
-                generated,
-            )
-        )
-        states = (self.cache.lengths, self.token, self.seeds, self.limits, self.generated)
-        for tensor, values in zip(states, started, strict=True):
-            tensor.index_copy_(0, at, values)
+        at = self._on_device(slots)
+        self.cache.lengths.index_copy_(0, at, self._on_device([len(tokens) for tokens in sequences]))
+        self.token.index_copy_(0, at, self._on_device([tokens[-1] for tokens in sequences]))
+        self.seeds.index_copy_(0, at, self._on_device(seeds))
+        self.limits.index_copy_(0, at, self._on_device(limits))
+        self.generated.index_copy_(0, at, self._on_device(generated))
         for tensor in (self.done, self.ended):
             tensor.index_fill_(0, at, False)
+
+    def _on_device(self, values: Sequence[int]) -> torch.Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int64), self.token.device)
 
     def sample(
         self, logits: torch.Tensor, sampling: Sampling, ends: torch.Tensor, pad: int, *, log_probs: bool
@@ -92,10 +87,21 @@ class SequenceSlots:
         self.cache.lengths += ~self.done
 
 
-def copy_to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copy tensors to the host, with one synchronisation for all of them."""
-    if tensors[0].device.type != "cuda":
-        return [tensor.to("cpu", copy=True) for tensor in tensors]
-    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
+class Progress(NamedTuple):
+    """What `SequenceSlots` holds at a check, on the host: tokens generated, and the columns since the last check."""
+
+    generated: torch.Tensor
+    done: torch.Tensor
+    ended: torch.Tensor
+    responses: torch.Tensor
+    log_probs: torch.Tensor
+
+
+def copy_to_host(slots: SequenceSlots, columns: int) -> Progress:
+    """Copy the progress of all slots to the host, with one synchronisation for all tensors."""
+    tensors = (slots.generated, slots.done, slots.ended, slots.responses[:, :columns], slots.log_probs[:, :columns])
+    if slots.generated.device.type != "cuda":
+        return Progress(*(tensor.to("cpu", copy=True) for tensor in tensors))
+    copies = Progress(*(tensor.to("cpu", non_blocking=True) for tensor in tensors))
+    torch.cuda.current_stream(slots.generated.device).record_event().synchronize()
     return copies

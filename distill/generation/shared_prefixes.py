@@ -56,7 +56,6 @@ class PrefixPlan(NamedTuple):
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:
-    """Return the number of tokens in the common prefix of two prompts."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length

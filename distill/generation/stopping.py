@@ -38,7 +38,6 @@ class StopStrings:
         return next((end for end in ends if self.contained_in(tokens[max(0, end - self.window) : end])), None)
 
     def contained_in(self, tokens: Sequence[int]) -> bool:
-        """Return whether the text of these tokens contains a stop string."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in self.strings)
 

@@ -12,14 +12,12 @@ from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
-from distill.objectives.auxiliary_losses import CompositeLoss, Makers
 from distill.objectives.layer_losses import AttentionRelationLoss, HiddenStateLoss
 from distill.objectives.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.objectives.policy_gradient import SampledTokenLoss
 from distill.objectives.student_top_k import student_top_k_loss
 from distill.objectives.targets import (
     TOP,
-    ComparesTokens,
     HeadForward,
     LossResult,
     TargetFormat,
@@ -27,9 +25,10 @@ from distill.objectives.targets import (
     Targets,
     VocabularyAlignment,
 )
+from distill.objectives.term_loss import CompositeLoss, Makers
 from distill.recipe.loss import Loss
 
-LOSSES: Makers = {  # the losses of auxiliary terms by the term's type
+TERM_LOSSES: Makers = {  # of terms that are no divergences of whole distributions, by the term's type
     "attention_relation": AttentionRelationLoss,
     "hidden_state": HiddenStateLoss,
     "policy_gradient": SampledTokenLoss,
@@ -82,12 +81,13 @@ class StoredHead:
         """Yield the weights as they are."""
         yield self.weights
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
+        """Move the weights in place, without a LoRA; those who have the head see it."""
         weight, bias, _ = self.weights
         self.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
 
-class FusedFormat(TargetFormat, ComparesTokens):
+class FusedFormat(TargetFormat):
     """Hidden states and heads, in the fused losses of full distributions.
 
     Attributes:
@@ -97,7 +97,6 @@ class FusedFormat(TargetFormat, ComparesTokens):
     transform = LogitTransform()
 
     def transforms(self, pairing: VocabularyAlignment) -> LogitTransforms:
-        """Return scale and soft cap of both models."""
         return LogitTransforms(pairing.student, self.transform)
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
@@ -128,9 +127,11 @@ class FusedFormat(TargetFormat, ComparesTokens):
             if head.lora is not None:
                 a, b, scale = head.lora
                 own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
-            both = (own, self.scores(call.inputs.targets, rows))
-        own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
-        return {"": (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)}
+            theirs = self.scores(call.inputs.targets, rows)
+        most = min(TOP, pairing.columns)
+        own_tokens = own[:, : pairing.columns].topk(most).indices
+        their_tokens = theirs[:, : pairing.columns].topk(most).indices
+        return {"": (own_tokens[:, :, None] == their_tokens[:, None]).any(-1).float().mean(-1)}
 
 
 class HiddenFormat(FusedFormat):
@@ -141,12 +142,11 @@ class HiddenFormat(FusedFormat):
         transform: scale and soft cap of its logits.
 
     Attributes:
-        separate: makers of the losses of terms that are not fused, by the term's type.
+        makers: Make the losses of terms that are not fused, by the term's type.
     """
 
-    separate = LOSSES
-
     def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
+        self.makers = dict(TERM_LOSSES)
         self.head = head
         self.transform = transform
         self.properties = TargetProperties((head.rows,))
@@ -155,17 +155,43 @@ class HiddenFormat(FusedFormat):
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
-        if isinstance(section, Loss) and section.has(*self.separate):
-            return CompositeLoss(section, pairing, self.transform, self.separate)
+        if isinstance(section, Loss) and section.has(*self.makers):
+            return self._composite(section, pairing)
         return super().loss(section, pairing)
+
+    def _composite(self, section: Loss, pairing: VocabularyAlignment) -> CompositeLoss:
+        """Return the loss of a section whose terms are not all fused; the fused ones are one loss."""
+        weighted = [term for term in section.terms if term.weight > 0]
+        own = [
+            self.makers[term.type](term, section, pairing, self.transform)
+            for term in weighted
+            if term.type in self.makers
+        ]
+        rest = [term for term in weighted if term.type not in self.makers]
+        transforms = self.transforms(pairing)
+        fused = build_loss(section.model_copy(update={"terms": rest}), transforms) if rest else None
+        measured = fused
+        if measured is None or not measured.objective.needs_teacher:
+            measured = build_loss("forward_kl", transforms)
+        return CompositeLoss(own, fused, measured)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; the teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
-            if getattr(loss, "takes_call", False):
-                return loss(call, teacher)
-            both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
-            return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
+
+            def of_fused(fused: Any) -> LossResult:
+                return fused(
+                    call.hidden,
+                    call.head.weight,
+                    call.inputs.targets,
+                    teacher.weight,
+                    call.labels,
+                    teacher_bias=teacher.bias,
+                    return_stats=call.inputs.statistics,
+                    **pairing.arguments(call),
+                )
+
+            return loss.compute(call, teacher, of_fused) if isinstance(loss, CompositeLoss) else of_fused(loss)
 
     def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(targets, torch.Tensor)

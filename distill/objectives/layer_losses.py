@@ -6,67 +6,40 @@ import torch
 from distill_kernels.layers.attention_relation import relation_divergence
 from distill_kernels.layers.state_distance import state_distance
 
-from distill.core.labels import IGNORE_INDEX
-from distill.models.head import HeadWeights, LogitTransform
+from distill.models.head import HeadWeights
 from distill.models.output_rows import pick
 from distill.objectives.layer_matching import StepStates
-from distill.objectives.targets import HeadForward, VocabularyAlignment
+from distill.objectives.targets import HeadForward
+from distill.objectives.term_loss import TermLoss
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm
-from distill.recipe.loss import Loss
 
 
-class LayerTermLoss:
-    """The loss of one term, the mean over pairs of layers, from the states that the step has recorded.
+class LayerTermLoss(TermLoss):
+    """A term's mean over pairs of layers, from the states that the step has recorded; arguments as of `TermLoss`."""
 
-    Args:
-        term: Settings of the term.
-        section: The recipe's loss section.
-        pairing: Number of logits compared; not used.
-        transform: Scale and soft cap of the teacher's logits; not used.
+    term: HiddenStateTerm | AttentionRelationTerm
+    reads_layers = True
 
-    Attributes:
-        reduction: "mean" over the tokens of the step, or "none" for the loss of each token, 0 where it is not trained.
-        workspace: Unused; every term's loss has it.
-    """
-
-    def __init__(
-        self,
-        term: HiddenStateTerm | AttentionRelationTerm,
-        section: Loss,
-        pairing: VocabularyAlignment,
-        transform: LogitTransform,
-    ) -> None:
-        self.term = term
-        self.reduction = "mean"
-        self.workspace: int | None = None
-
-    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
+    def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
         states = call.inputs.layers
-        labels = call.labels
         assert states is not None, "the objective records layers for a loss that reads them"
-        rows = call.valid_rows
-        if rows is None:
-            rows = (labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+        rows = call.trained_rows()
         matched = states.matching.find(self.term)
-        values = self.of_tokens(states, rows) / len(matched.pairs)
+        values = self.sum_over_pairs(states, rows) / len(matched.pairs)
         states.record(matched.name, values)
-        values = self.term.weight * values
-        if self.reduction == "none":
-            return values.new_zeros(labels.numel()).index_copy(0, rows, values).view(labels.shape)
-        items = len(rows) or 1 if call.inputs.num_items is None else call.inputs.num_items
-        return values.sum() / items
+        return self.reduce(values, rows, call)
 
-    def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum over pairs of layers of each token's loss, without weight, [M]."""
+    def sum_over_pairs(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum over pairs of layers of each row's loss, [M]."""
         raise NotImplementedError
 
 
 class HiddenStateLoss(LayerTermLoss):
-    """The term `hidden_state`; arguments as of `LayerTermLoss`."""
+    """The term `hidden_state`."""
 
     term: HiddenStateTerm
 
-    def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+    def sum_over_pairs(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
         matched = states.matching.find(self.term)
         student = [states.student.outputs[own].flatten(0, 1) for own, _ in matched.pairs]
         teacher = [states.teacher.outputs[other].flatten(0, 1) for _, other in matched.pairs]
@@ -79,11 +52,11 @@ class HiddenStateLoss(LayerTermLoss):
 
 
 class AttentionRelationLoss(LayerTermLoss):
-    """The term `attention_relation`; arguments as of `LayerTermLoss`."""
+    """The term `attention_relation`."""
 
     term: AttentionRelationTerm
 
-    def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+    def sum_over_pairs(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
         matched = states.matching.find(self.term)
         total = None
         for own, other in matched.pairs:

@@ -89,7 +89,6 @@ class MatchedTerm(NamedTuple):
 
     @property
     def is_projected(self) -> bool:
-        """Return whether the student's states are projected to the teacher's width."""
         return isinstance(self.term, HiddenStateTerm) and self.term.projection == "learned"
 
 
@@ -129,7 +128,6 @@ class StepStates:
     def record_student(
         self, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Record the student's states inside the block."""
         self.documents = document_numbers(position_ids, attention_mask)
         with self.matching.of_student.record() as self.student:
             yield
@@ -144,8 +142,11 @@ class StepStates:
 
         A term whose scheduled weight is 0 leaves its projection out, and DDP waits for the gradient of each parameter.
         """
-        idle = [each.projection for each in self.matching.terms if each.name not in self.sums]
-        return sum((0.0 * projection.weight.sum() for projection in idle if projection is not None), 0.0)
+        total: torch.Tensor | float = 0.0
+        for matched in self.matching.terms:
+            if matched.projection is not None and matched.name not in self.sums:
+                total = total + 0.0 * matched.projection.weight.sum()
+        return total
 
 
 class LayerMatching:
@@ -161,13 +162,13 @@ class LayerMatching:
         self.terms = terms
         self.teacher = teacher
         self.inner = bare(student)
-        self.of_student, self.of_teacher = self._recorder(student, 0), self._recorder(teacher, 1)
+        self.of_student = self._recorder(student, 0)
+        self.of_teacher = self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
         if len(self.projections):
             self.inner.add_module(MODULE, self.projections)
 
     def detach(self) -> None:
-        """Take the projections out of the student."""
         if len(self.projections):
             self.inner._modules.pop(MODULE, None)
 
@@ -177,11 +178,11 @@ class LayerMatching:
 
     def _recorder(self, model: nn.Module, side: int) -> StateRecorder:
         """Return the recorder of the compared states of the student (`side` 0) or the teacher (1)."""
-        outputs, attention = (
-            sorted({pair[side] for each in self.terms if isinstance(each.term, kind) for pair in each.pairs})
-            for kind in (HiddenStateTerm, AttentionRelationTerm)
-        )
-        return StateRecorder(model, outputs, attention)
+        return StateRecorder(model, self._layers(HiddenStateTerm, side), self._layers(AttentionRelationTerm, side))
+
+    def _layers(self, kind: type[HiddenStateTerm] | type[AttentionRelationTerm], side: int) -> list[int]:
+        of_kind = [matched for matched in self.terms if isinstance(matched.term, kind)]
+        return sorted({pair[side] for matched in of_kind for pair in matched.pairs})
 
     @contextlib.contextmanager
     def record_teacher(self) -> Iterator[StepStates]:
@@ -191,7 +192,7 @@ class LayerMatching:
 
     def save(self, checkpoint: Path, *, writes: bool) -> None:
         """Write the projections into a checkpoint's folder; all processes call it, and the one that `writes` does."""
-        weights = {str(n): _whole(each.weight) for n, each in enumerate(self._projections())}
+        weights = {str(index): _whole(projection.weight) for index, projection in enumerate(self._projections())}
         if weights and writes:
             write_tensors(checkpoint / FILE, weights)
 
@@ -210,9 +211,9 @@ class LayerMatching:
                 "away to use an older checkpoint"
             )
         saved = load_file(checkpoint / FILE)
-        for number, each in enumerate(self._projections()):
-            weight = each.weight
-            value = saved[str(number)].to(each.weight.device)
+        for index, projection in enumerate(self._projections()):
+            weight = projection.weight
+            value = saved[str(index)].to(weight.device)
             if isinstance(weight, DTensor):
                 value = distribute_tensor(value, weight.device_mesh, weight.placements)
             weight.copy_(value)
@@ -241,11 +242,12 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
     (model,) = teachers.values()
     trained = (p for p in bare(student).parameters() if p.requires_grad and p.is_floating_point())
     like = next(trained, next(student.parameters()))
-    found = matched_terms(section, bare(student).config, bare(model).config)  # type: ignore[arg-type]
-    terms = [
-        each._replace(projection=LayerProjection(*each.widths[::-1], like)) if each.is_projected else each
-        for each in found
-    ]
+    terms = []
+    for matched in matched_terms(section, bare(student).config, bare(model).config):  # type: ignore[arg-type]
+        if matched.is_projected:
+            own_width, teacher_width = matched.widths
+            matched = matched._replace(projection=LayerProjection(teacher_width, own_width, like))
+        terms.append(matched)
     return LayerMatching(terms, model, student)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
@@ -20,48 +20,50 @@ LossSpec = Loss | Mapping[str, object] | Sequence[LossTerm] | str | FusedDistill
 
 
 class TargetLoss(Protocol):
-    """A loss module: its terms with their weights, and the kernels' settings."""
+    """A loss: its terms with their weights, and the kernels' settings. Only its `TargetFormat` calls it."""
 
     objective: Any
 
     @property
     def terms(self) -> Sequence[LossTerm]: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss; arguments as its format passes them."""
-        ...
 
-
-@runtime_checkable
-class MeasuredByPart(Protocol):
-    """A loss whose statistics report the divergence of another loss.
+class LossOfParts:
+    """A loss that is computed by others.
 
     Attributes:
-        measured: The loss that is measured: a part of this one, or computed in addition for the metrics.
+        terms, objective: See `TargetLoss`.
+        measured: The loss whose divergence the statistics report: a part of this one, or computed for metrics alone.
+        reads_layers: Whether the loss compares layers of both models.
     """
 
+    terms: Sequence[LossTerm]
+    objective: Any
     measured: TargetLoss
+    reads_layers = False
+
+    @property
+    def parts(self) -> Iterable[Any]:
+        """Return the losses that compute this one."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class ReadsLayers(Protocol):
-    """A loss that may compare layers of both models.
-
-    Attributes:
-        reads_layers: Whether the loss reads layers in this step.
-    """
-
-    reads_layers: bool
+def single_losses(loss: TargetLoss) -> Iterator[Any]:
+    """Yield the losses that compute a loss, each with its own `reduction` and `workspace`; one without parts itself."""
+    if not isinstance(loss, LossOfParts):
+        yield loss
+        return
+    for part in loss.parts:
+        yield from single_losses(part)
 
 
 def reads_layers(loss: TargetLoss) -> bool:
-    """Return whether a loss compares layers of both models."""
-    return isinstance(loss, ReadsLayers) and loss.reads_layers
+    return isinstance(loss, LossOfParts) and loss.reads_layers
 
 
 def measured_terms(loss: TargetLoss) -> Sequence[LossTerm]:
     """Return the terms whose divergence the statistics of a loss report."""
-    while isinstance(loss, MeasuredByPart):
+    while isinstance(loss, LossOfParts):
         loss = loss.measured
     return loss.terms
 
@@ -140,7 +142,6 @@ class HeldOutLoss(nn.Module):
 
 
 def soft_terms(terms: Sequence[LossTerm]) -> list[LossTerm]:
-    """Return the terms that compare with the teacher."""
     return [term for term in terms if term.type != "cross_entropy" and term.weight > 0]
 
 

@@ -62,7 +62,6 @@ def together(measures: Sequence[Measure]) -> Measure:
 
 
 def cache_measure(manifest: Mapping[str, Any]) -> Measure:
-    """Return the measure of a run from a cache, by the cache's manifest."""
     if manifest.get("kind") == "hidden":
         return KL
     k = manifest["k"]

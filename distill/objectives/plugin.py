@@ -25,16 +25,47 @@ import hashlib
 import inspect
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from distill.core.labels import IGNORE_INDEX
+from distill.models.head import HeadWeights
+from distill.objectives.targets import HeadForward
+from distill.objectives.term_loss import TermLoss
 from distill.recipe.data import OnPolicy
 from distill.recipe.loss import Loss, PluginTerm
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class PluginTermLoss(TermLoss):
+    """A term that is a function of logits.
+
+    Args:
+        functions: The plugin's, by name.
+        term, arguments: See `TermLoss`.
+    """
+
+    term: PluginTerm
+
+    def __init__(self, functions: Mapping[str, RowLosses], term: PluginTerm, *arguments: Any) -> None:
+        super().__init__(term, *arguments)
+        self.function = functions[term.function]
+
+    @property
+    def name(self) -> str:
+        return self.term.function
+
+    def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
+        return self.chunked(call, self._row_losses, call.labels, teacher)
+
+    def _row_losses(self, raw: torch.Tensor, teacher_raw: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the function's losses of logits before scale and soft cap, 0 where no token is trained."""
+        losses = self.function(self.pairing.student.applied(raw), self.transform.applied(teacher_raw), labels)
+        return torch.where(labels == IGNORE_INDEX, 0.0, losses)
 
 
 class Plugin(NamedTuple):
@@ -119,11 +150,10 @@ def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = N
     Raises:
         ValueError: a recipe with code in it and no `--plugin`, another file, or a term that the file does not define.
     """
-    named = (
-        []
-        if (rewarded := loss.rewarded) is None
-        else [(f"loss.terms: the reward {rewarded.reward}", rewarded.reward_file)]
-    )
+    named = []
+    rewarded = loss.rewarded
+    if rewarded is not None:
+        named.append((f"loss.terms: the reward {rewarded.reward}", rewarded.reward_file))
     if on_policy is not None and on_policy.environment is not None:
         named.append((f"data.on_policy.environment: {on_policy.environment}", on_policy.environment_file))
     for function, file in named:

@@ -21,9 +21,10 @@ import torch
 from distill_kernels import fused_log_probs, fused_policy_gradient_loss
 
 from distill.core.labels import IGNORE_INDEX
-from distill.models.head import HeadWeights, LogitTransform
-from distill.objectives.targets import HeadForward, VocabularyAlignment
-from distill.recipe.loss import Loss, PolicyGradientTerm
+from distill.models.head import HeadWeights
+from distill.objectives.targets import HeadForward
+from distill.objectives.term_loss import TermLoss
+from distill.recipe.loss import PolicyGradientTerm
 
 
 def policy_gradient_loss(
@@ -98,38 +99,21 @@ def discounted(values: torch.Tensor, learned: torch.Tensor, discount: float) -> 
     return total
 
 
-class SampledTokenLoss:
-    """The term `policy_gradient`, at temperature 1 whatever the loss's is.
+class SampledTokenLoss(TermLoss):
+    """The term `policy_gradient`, at temperature 1 whatever the loss's is; arguments as of `TermLoss`."""
 
-    Args:
-        term: Settings of the term.
-        section: The recipe's loss section.
-        pairing: Number of logits compared, and the student's scale and soft cap.
-        transform: Scale and soft cap of the teacher's logits.
+    term: PolicyGradientTerm
 
-    Attributes:
-        reduction: "mean", or "none" for the loss of each token.
-        workspace: Unused; every loss has it (`CompositeLoss` sets it on each of its losses).
-    """
-
-    def __init__(
-        self, term: PolicyGradientTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
-    ) -> None:
-        self.term = term
-        self.pairing = pairing
-        self.transform = transform
-        self.reduction = "mean"
-        self.workspace: int | None = None
-
-    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
+    def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
         teacher_log_p = self._teacher_log_p(call, teacher) if self.term.teacher_weight else None
         sampled = call.inputs.sampled_log_p if self.term.importance else None
         rewards = call.inputs.advantages if self.term.reward is not None else None
         if self.term.discount and teacher_log_p is not None:
-            return self._discounted_loss(call, teacher_log_p, sampled, rewards)
+            rows = call.trained_rows()
+            values = self._discounted_losses(call, teacher_log_p, sampled, rewards)
+            return self.reduce(values.flatten()[rows], rows, call)
         if rewards is None and teacher_log_p is None:  # no reward was given, and it alone counts
             rewards = torch.zeros(call.labels.shape, device=call.labels.device)
-        student = self.pairing.student
         loss = fused_policy_gradient_loss(
             call.hidden,
             call.head.weight,
@@ -140,18 +124,18 @@ class SampledTokenLoss:
             clip=self.term.clip if sampled is not None else None,
             kl_weight=self.term.teacher_weight,
             kl_estimator="reward",
-            reduction=self.reduction,
-            student_logit_scale=student.scale,
-            student_softcap=student.softcap,
-            **self.pairing.arguments(call) | {"return_stats": False},
+            student_logit_scale=self.pairing.student.scale,
+            student_softcap=self.pairing.student.softcap,
+            **self.kernel_settings(),
+            **self.pairing.arguments(call),
         )
         assert isinstance(loss, torch.Tensor)
-        return self.term.weight * loss
+        return loss
 
-    def _teacher_log_p(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
+    def _teacher_log_p(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
         """Return the labels' log-probabilities under the teacher, [B, S] without a graph."""
         targets = call.inputs.targets
-        assert isinstance(targets, torch.Tensor)
+        assert isinstance(targets, torch.Tensor) and teacher is not None
         with torch.no_grad():
             return fused_log_probs(
                 targets,
@@ -164,10 +148,10 @@ class SampledTokenLoss:
                 vocab_size=self.pairing.vocab_size,
             )
 
-    def _discounted_loss(
+    def _discounted_losses(
         self, call: HeadForward, teacher_log_p: torch.Tensor, sampled: torch.Tensor | None, rewards: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the loss with advantages that depend on later tokens of the response."""
+        """Return each token's loss [B, S] with advantages that depend on later tokens of the response."""
         term = self.term
         student = self.pairing.student
         learned = call.labels != IGNORE_INDEX
@@ -182,10 +166,9 @@ class SampledTokenLoss:
             valid_rows=call.valid_rows,
             vocab_size=self.pairing.vocab_size,
         )
-        sampled = sampled if sampled is None else torch.where(learned, sampled.to(log_p.dtype), 0.0)
+        if sampled is not None:
+            sampled = torch.where(learned, sampled.to(log_p.dtype), 0.0)
         advantage = term.teacher_weight * teacher_advantage(log_p, teacher_log_p, learned, term.discount)
         if rewards is not None:
             advantage = advantage + rewards.to(log_p.dtype)
-        loss = term.weight * surrogate_loss(log_p, advantage.detach(), learned, sampled, term.clip)
-        items = learned.sum().clamp_min(1) if call.inputs.num_items is None else call.inputs.num_items
-        return loss if self.reduction == "none" else loss.sum() / items
+        return surrogate_loss(log_p, advantage.detach(), learned, sampled, term.clip)

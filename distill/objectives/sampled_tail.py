@@ -11,85 +11,90 @@ importance sampling of what it leaves out.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
-from distill_kernels import ChunkedLoss
 
 from distill.core.labels import IGNORE_INDEX
-from distill.objectives.targets import HeadForward, VocabularyAlignment
-from distill.recipe.loss import Loss, TopKTerm
+from distill.models.head import HeadWeights
+from distill.objectives.targets import HeadForward
+from distill.objectives.term_loss import TermLoss
+from distill.recipe.loss import TopKTerm
 
 IMPOSSIBLE = -1e30  # stands for log 0: its products are no NaN
 
 
-class TailTargets:
-    """Log-probabilities of the teacher at the loss's temperature, flat.
+class TailTargets(NamedTuple):
+    """Log-probabilities of the teacher at the loss's temperature, of all positions N of a batch.
 
-    Args:
+    Attributes:
         ids: int64 [N, K], tokens of each position.
         log_p: [N, K], theirs.
         label_log_p: [N], of the sampled token.
     """
 
-    def __init__(self, ids: torch.Tensor, log_p: torch.Tensor, label_log_p: torch.Tensor) -> None:
-        self.ids = ids.flatten(0, -2).long()
-        self.log_p = log_p.flatten(0, -2).clamp_min(IMPOSSIBLE)
-        self.label_log_p = label_log_p.flatten().clamp_min(IMPOSSIBLE)
+    ids: torch.Tensor
+    log_p: torch.Tensor
+    label_log_p: torch.Tensor
+
+    def flattened(self) -> TailTargets:
+        """Return targets [B, S, ...] with one dimension of positions; log 0 becomes `IMPOSSIBLE`."""
+        return TailTargets(
+            self.ids.flatten(0, -2).long(),
+            self.log_p.flatten(0, -2).clamp_min(IMPOSSIBLE),
+            self.label_log_p.flatten().clamp_min(IMPOSSIBLE),
+        )
 
 
-class SampledTail:
-    """The weighted loss of a call in plain PyTorch, chunk by chunk, so that a batch's logits never exist together.
+class SampledTail(TermLoss):
+    """The term `top_k_reverse_kl` with `tail: sampled`, in plain PyTorch; arguments as of `TermLoss`.
 
-    Args:
-        term: settings of the term.
-        section: the recipe's loss.
-        pairing: Alignment of the two vocabularies.
-
-    Attributes:
-        reduction: "mean" over the tokens of the step, or "none": each token's, without a gradient.
-        workspace: not used.
+    The loss is inf where the teacher gives probability 0 to one of the K tokens or to the sampled one.
     """
 
-    def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment) -> None:
-        self.pairing = pairing
-        self.temperature = section.temperature
-        squared = self.temperature**2 if section.scale_by_temperature_squared else 1.0
-        self.weight = term.weight * squared
-        self.reduction = "mean"
-        self.workspace: int | None = None
+    term: TopKTerm
+    at_temperature = True
 
-    def of(self, call: HeadForward, targets: TailTargets) -> torch.Tensor:
-        """Return the loss inside the student head's own call; inf where the teacher gives one of them probability 0."""
+    def tail_targets(self, call: HeadForward, teacher: HeadWeights | None) -> TailTargets:
+        """Return the teacher's log-probabilities for a call, [B, S, ...]."""
+        raise NotImplementedError
+
+    def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
+        targets = self.tail_targets(call, teacher).flattened()
         labels = call.labels.flatten()
-        drawn = call.inputs.sampled_log_p
-        drawn = None if drawn is None else drawn.flatten()
-        numbers = torch.arange(len(labels), device=labels.device).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
-        wide = torch.promote_types(call.hidden.dtype, torch.float32)
-        each = torch.zeros(len(labels), dtype=wide, device=labels.device)
+        # the rows of a chunk know by these which positions they are
+        positions = torch.arange(len(labels), device=labels.device).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
+        row_losses = functools.partial(self._row_losses, targets, labels, call.inputs.sampled_log_p)
+        return self.chunked(call, row_losses, positions.view(call.labels.shape))
 
-        def tokens_loss(raw: torch.Tensor, _: object, rows: torch.Tensor | None) -> torch.Tensor:
-            assert rows is not None
-            at = rows.clamp_min(0)
-            z = self.pairing.student.applied(raw)
-            y = labels[at].clamp_min(0)[:, None]
-            log_s = (z / self.temperature).log_softmax(-1)
-            log_q = z.detach().log_softmax(-1).gather(-1, y)[:, 0] if drawn is None else drawn[at].to(log_s.dtype)
-            ids = targets.ids[at]
-            log_t = targets.log_p[at]
-            label_log_t = targets.label_log_p[at]
-            losses = generalised_kl(log_s.gather(-1, ids), log_t.to(log_s.dtype)).sum(-1)
-            outside = (rows >= 0) & ~(ids == y).any(-1)
-            tail = generalised_kl(log_s.gather(-1, y)[:, 0], label_log_t.to(log_s.dtype), log_q)
-            losses = losses + torch.where(outside, tail, 0.0)
-            ruled_out = (log_t == IMPOSSIBLE).any(-1) | (outside & (label_log_t == IMPOSSIBLE))
-            losses = losses + torch.where(ruled_out, torch.inf, 0.0).to(losses.dtype)
-            each[at[rows >= 0]] = losses.detach()[rows >= 0].to(wide)
-            return losses
-
-        arguments = self.pairing.arguments(call)
-        del arguments["return_stats"]
-        shape = call.labels.shape
-        loss = ChunkedLoss(tokens_loss)(call.hidden, call.head.weight, labels=numbers.view(shape), **arguments)
-        return self.weight * (each.view(shape) if self.reduction == "none" else loss)
+    def _row_losses(
+        self,
+        targets: TailTargets,
+        labels: torch.Tensor,
+        sampled_log_p: torch.Tensor | None,
+        raw: torch.Tensor,
+        _: object,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the losses [n] of rows with raw logits [n, V] at these positions, `IGNORE_INDEX` for those to skip."""
+        at = positions.clamp_min(0)
+        z = self.pairing.student.applied(raw)
+        y = labels[at].clamp_min(0)[:, None]
+        log_s = (z / self.temperature).log_softmax(-1)
+        if sampled_log_p is None:  # the present student's own, at temperature 1, without a gradient
+            log_q = z.detach().log_softmax(-1).gather(-1, y)[:, 0]
+        else:
+            log_q = sampled_log_p.flatten()[at].to(log_s.dtype)
+        ids = targets.ids[at]
+        log_t = targets.log_p[at]
+        label_log_t = targets.label_log_p[at]
+        losses = generalised_kl(log_s.gather(-1, ids), log_t.to(log_s.dtype)).sum(-1)
+        outside = (positions >= 0) & ~(ids == y).any(-1)
+        tail = generalised_kl(log_s.gather(-1, y)[:, 0], label_log_t.to(log_s.dtype), log_q)
+        losses = losses + torch.where(outside, tail, 0.0)
+        ruled_out = (log_t == IMPOSSIBLE).any(-1) | (outside & (label_log_t == IMPOSSIBLE))
+        return losses + torch.where(ruled_out, torch.inf, 0.0).to(losses.dtype)
 
 
 def generalised_kl(log_a: torch.Tensor, log_b: torch.Tensor, log_q: torch.Tensor | float = 0.0) -> torch.Tensor:

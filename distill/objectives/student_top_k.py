@@ -6,91 +6,85 @@
     renormalize     the same sum of both distributions given that the token is one of the K, without the others
     sampled         all others, estimated from the student's sampled token: no bias, more noise (sampled_tail.py)
 
-`FusedStudentTopKKLLoss` chooses the tokens from the logits that it computes anyway, and makes the gradient in the same
-pass, through all probabilities of p_s. For `sampled`, tokens and the teacher's log-probabilities of them are computed
-first, without a graph and chunk by chunk.
+`fused_student_top_k_kl_loss` chooses the tokens from the logits that it computes anyway, and makes the gradient in the
+same pass, through all probabilities of p_s. For `sampled`, tokens and the teacher's log-probabilities of them are
+computed first, without a graph and chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from distill_kernels import FusedStudentTopKKLLoss
+from distill_kernels import fused_student_top_k_kl_loss
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.operands import Head
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.sampled_tail import SampledTail, TailTargets
 from distill.objectives.targets import HeadForward, VocabularyAlignment
+from distill.objectives.term_loss import TermLoss
 from distill.objectives.top_k import spread
 from distill.objectives.top_k_encoding import log_probabilities, rows_at_once
-from distill.recipe.loss import Loss, TopKTerm
+from distill.recipe.loss import TopKTerm
 
 
-class StudentTopKLoss(FusedStudentTopKKLLoss):
+class StudentTopKLoss(TermLoss):
     """The term `top_k_reverse_kl`; over all columns, where these are no more than K, it is the full reverse KL.
 
-    Args:
-        term: Settings of the term: `k`, `tail`, weight.
-        section: The recipe's loss, for its temperature.
-        pairing: Alignment of the two vocabularies.
-        transform: Scale and soft cap of the teacher's logits.
+    It is inf where the teacher gives probability 0 to one of the K tokens. Arguments as of `TermLoss`.
     """
 
-    def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
-        student = pairing.student
-        super().__init__(
-            min(term.k, pairing.columns),
-            "reverse",
-            term.tail,
-            section.temperature,
-            section.scale_by_temperature_squared,
-            term.weight,
+    term: TopKTerm
+    at_temperature = True
+    weighted_by_kernel = True
+
+    def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
+        assert teacher is not None
+        student = self.pairing.student
+        loss = fused_student_top_k_kl_loss(
+            call.hidden,
+            call.head.weight,
+            call.inputs.targets,  # type: ignore[arg-type]
+            teacher.weight,
+            call.labels,
+            teacher_bias=teacher.bias,
+            k=min(self.term.k, self.pairing.columns),
+            tail=self.term.tail,
+            temperature=self.temperature,
+            scale_by_temperature_squared=False,  # `weight` has the factor
+            divergence_weight=self.weight,
             student_logit_scale=student.scale,
             student_softcap=student.softcap,
-            teacher_logit_scale=transform.scale,
-            teacher_softcap=transform.softcap,
+            teacher_logit_scale=self.transform.scale,
+            teacher_softcap=self.transform.softcap,
+            **self.kernel_settings(),
+            **self.pairing.arguments(call),
         )
-        self.pairing = pairing
-
-    def forward(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:  # type: ignore[override]
-        """Return the loss inside the student head's own call; inf where one of the K has teacher probability 0."""
-        targets = call.inputs.targets
-        assert isinstance(targets, torch.Tensor)
-        arguments = self.pairing.arguments(call) | {"return_stats": False, "teacher_bias": teacher.bias}
-        heads = call.hidden, call.head.weight, targets, teacher.weight
-        loss = super().forward(*heads, call.labels, **arguments)  # type: ignore[arg-type]
         assert isinstance(loss, torch.Tensor)
         return loss
 
 
 class StudentTopKTailLoss(SampledTail):
-    """The term `top_k_reverse_kl` with `tail: sampled`; takes the arguments of `StudentTopKLoss`."""
+    """The term `top_k_reverse_kl` with `tail: sampled`, from the teacher's hidden states and head."""
 
-    def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
-        super().__init__(term, section, pairing)
-        self.k = min(term.k, pairing.columns)
-        self.transform = transform
-
-    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
-        parts = []
+    def tail_targets(self, call: HeadForward, teacher: HeadWeights | None) -> TailTargets:
+        assert teacher is not None
+        k = min(self.term.k, self.pairing.columns)
         labels = call.labels.flatten().clamp_min(0)
+        parts = []
         with torch.no_grad():
-            for here, ids, log_p in top_k_chunks(
-                call, teacher, self.transform, self.pairing, (self.k, self.temperature)
-            ):
-                parts.append((here, ids, log_p.gather(-1, ids), log_p.gather(-1, labels[here, None])[:, 0]))
-        rows, *values = (torch.cat(each) for each in zip(*parts, strict=True))
-        return self.of(call, TailTargets(*(spread(each, rows, call.labels.shape) for each in values)))
+            for rows, ids, log_p in top_k_chunks(call, teacher, self.transform, self.pairing, k, self.temperature):
+                parts.append((rows, ids, log_p.gather(-1, ids), log_p.gather(-1, labels[rows, None])[:, 0]))
+        rows, *values = (torch.cat(column) for column in zip(*parts, strict=True))
+        return TailTargets(*(spread(value, rows, call.labels.shape) for value in values))
 
 
-def student_top_k_loss(
-    term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
-) -> StudentTopKLoss | StudentTopKTailLoss:
-    """Return the loss of the term `top_k_reverse_kl`, by how it treats the tail."""
+def student_top_k_loss(term: TopKTerm, *arguments: Any) -> TermLoss:
+    """Return the loss of the term `top_k_reverse_kl`, by how it treats the tail; arguments as of `TermLoss`."""
     kind = StudentTopKTailLoss if term.tail == "sampled" else StudentTopKLoss
-    return kind(term, section, pairing, transform)
+    return kind(term, *arguments)
 
 
 def top_k_chunks(
@@ -98,18 +92,19 @@ def top_k_chunks(
     teacher: HeadWeights,
     transform: LogitTransform,
     pairing: VocabularyAlignment,
-    settings: tuple[int, float],
+    k: int,
+    temperature: float,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield the student's most probable tokens and the teacher's log-probabilities, chunk by chunk, without a graph.
 
     Args:
         call, teacher, transform, pairing: See the losses.
-        settings: Number of tokens, and temperature of the teacher's probabilities.
+        k: Number of tokens.
+        temperature: Temperature of the teacher's probabilities.
 
     Yields:
         Flat rows int64 [n], tokens int64 [n, K] in no order, log-probabilities of all columns [n, columns].
     """
-    k, at = settings
     hidden = call.hidden.flatten(0, 1)
     targets = call.inputs.targets
     kind = call.hidden.device.type
@@ -123,4 +118,4 @@ def top_k_chunks(
         for here in rows.split(rows_at_once(hidden.device, columns)):
             # scale and soft cap do not change the order
             ids = raw_logits(student, hidden[here].to(dtype)).topk(k, sorted=False).indices
-            yield here, ids, log_probabilities(targets[here], teacher, transform, columns, at)[1]
+            yield here, ids, log_probabilities(targets[here], teacher, transform, columns, temperature)[1]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from distill_kernels.losses import DIVERGENCES
 
+from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.measure import KL, Measure
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Batch = Mapping[str, torch.Tensor]
 # a teacher's outputs for a batch, opaque to all but its format; None where the loss needs none
 Targets = object
-TOP = 8  # most probable tokens of each model that `ComparesTokens.overlap` compares
+TOP = 8  # most probable tokens of each model that `TargetFormat.overlap` compares
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -82,6 +83,18 @@ class HeadForward(NamedTuple):
     labels: torch.Tensor
     valid_rows: torch.Tensor | None
 
+    def trained_rows(self) -> torch.Tensor:
+        """Return the flat rows with a label, int64 [M]; a host sync where the collator does not give them."""
+        if self.valid_rows is not None:
+            return self.valid_rows
+        return (self.labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+
+    def divisor(self) -> torch.Tensor | int:
+        """Return what the rows' summed losses are divided by: the step's valid tokens, or else this batch's."""
+        if self.inputs.num_items is not None:
+            return self.inputs.num_items
+        return (self.labels != IGNORE_INDEX).sum().clamp_min(1)
+
 
 class VocabularyAlignment(NamedTuple):
     """Alignment of a student's logits with a teacher's.
@@ -96,15 +109,14 @@ class VocabularyAlignment(NamedTuple):
     columns: int
     vocab_size: int | None
 
-    def arguments(self, call: HeadForward) -> dict[str, object]:
-        """Return the arguments of every fused loss beside hidden states, weights and labels, for any teacher."""
+    def arguments(self, call: HeadForward) -> dict[str, Any]:
+        """Return the arguments of every loss kernel beside hidden states, weights and labels, for any teacher."""
         return {
             "student_bias": call.head.bias,
             "student_lora": call.head.lora,
             "num_items": call.inputs.num_items,
             "valid_rows": call.valid_rows,
             "vocab_size": self.vocab_size,
-            "return_stats": call.inputs.statistics,
         }
 
 
@@ -130,7 +142,7 @@ class TargetProperties(NamedTuple):
     needed_by_hard_labels: bool = False
 
 
-class TargetFormat(Protocol):
+class TargetFormat:
     """Format of a teacher's targets, and the losses that take them.
 
     Attributes:
@@ -150,47 +162,36 @@ class TargetFormat(Protocol):
         Raises:
             ValueError: more columns than a head has, or a head with fewer than the targets need.
         """
-        ...
+        raise NotImplementedError
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
-        """Return the loss module for a recipe's `loss` section.
+        """Return the loss for a recipe's `loss` section.
 
         Raises:
             ValueError: a term that cannot be computed from these targets.
         """
-        ...
+        raise NotImplementedError
 
     def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
         """Return the loss of evaluations: the forward divergence with statistics, and the reverse divergence."""
-        ...
+        raise NotImplementedError
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
-        ...
+        raise NotImplementedError
 
-
-@runtime_checkable
-class ComparesTokens(Protocol):
-    """A target format that gives the teacher's most probable tokens, as those of whole distributions do.
-
-    A line of the first batch's report and the metrics of rollouts need them beside the sums over tokens of a loss.
-    """
+    # what a line of the first batch's report and the metrics of rollouts compare beside the sums over tokens of a loss
 
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return at most the first `most` of each route's flat `rows`, and the teacher's top-1 token after each (-1 in
-        a tie), both int64; by route, "" where there are none.
+        a tie), both int64; by route, "" where there are none. Empty where the targets do not give these directly.
         """
-        ...
+        return {}
 
     def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
-        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes.
+        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes. Empty as above.
         """
-        ...
-
-
-def token_comparison(format: TargetFormat) -> ComparesTokens | None:
-    """Return the format as one that compares tokens; None for targets that do not give these directly."""
-    return format if isinstance(format, ComparesTokens) else None
+        return {}

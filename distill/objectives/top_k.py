@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, TokenStats
 
-from distill.models.head import LogitTransform
+from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.losses import (
     HeldOutLoss,
     LogitTransforms,
@@ -21,6 +21,7 @@ from distill.objectives.losses import (
 from distill.objectives.measure import cache_measure
 from distill.objectives.sampled_tail import SampledTail, TailTargets
 from distill.objectives.targets import HeadForward, LossResult, TargetFormat, TargetProperties, VocabularyAlignment
+from distill.objectives.term_loss import CompositeLoss
 from distill.objectives.top_k_encoding import normalised, surplus_of
 from distill.recipe.loss import SEPARATE, Loss
 
@@ -112,7 +113,7 @@ class TopKFormat(TargetFormat):
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         """Return `FusedTopKKLLoss`, or the plain loss of hard labels alone."""
         if isinstance(section, Loss) and section.tailed is not None:
-            return StoredTailLoss(section, pairing, self.tail, self.temperature)
+            return stored_tail_loss(section, pairing, self)
         if isinstance(section, Loss) and section.has(*SEPARATE):
             raise ValueError(
                 f"loss.terms: {' and '.join(SEPARATE)} expect hidden states of the teacher, got its "
@@ -139,14 +140,15 @@ class TopKFormat(TargetFormat):
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; its statistics are completed with stored ones."""
         targets: Any = call.inputs.targets
-        if isinstance(loss, StoredTailLoss):
-            result = loss(call)
-            return (result[0], completed(result[1], targets, 1.0)) if isinstance(result, tuple) else result
-        arguments = pairing.arguments(call)
-        if targets is None:  # hard labels alone
-            return loss(call.hidden, call.head.weight, labels=call.labels, **arguments)
-        result = loss(call.hidden, call.head.weight, targets.ids, targets.logprobs, call.labels, **arguments)
-        if not call.inputs.statistics:
+
+        def of_fused(fused: Any) -> LossResult:
+            arguments = pairing.arguments(call) | {"return_stats": call.inputs.statistics}
+            if targets is None:  # hard labels alone
+                return fused(call.hidden, call.head.weight, labels=call.labels, **arguments)
+            return fused(call.hidden, call.head.weight, targets.ids, targets.logprobs, call.labels, **arguments)
+
+        result = loss.compute(call, None, of_fused) if isinstance(loss, CompositeLoss) else of_fused(loss)
+        if targets is None or not isinstance(result, tuple):
             return result
         value, statistics = result
         return value, completed(statistics, targets, sum(loss.objective.divergence_weights))
@@ -214,53 +216,38 @@ class StoredTailLoss(SampledTail):
     """The term `top_k_reverse_kl` with `tail: sampled` over a teacher's K tokens.
 
     The other tokens are estimated from the sampled one, whose log-probability is stored.
+    """
 
-    Args:
-        section: The recipe's loss, which has no other term.
-        pairing: Alignment of the two vocabularies.
-        tail: Representation of the other tokens in the cache.
-        temperature: Temperature of the stored log-probabilities.
+    def tail_targets(self, call: HeadForward, teacher: HeadWeights | None) -> TailTargets:
+        targets: Any = call.inputs.targets
+        return TailTargets(targets.ids, targets.logprobs, targets.label_logprob)
 
-    Attributes:
-        measured: the forward KL over the K tokens, for metrics only.
+
+def stored_tail_loss(section: Loss, pairing: VocabularyAlignment, format: TopKFormat) -> CompositeLoss:
+    """Return the loss of the term `top_k_reverse_kl` with `tail: sampled`; metrics are of the forward KL over K tokens.
 
     Raises:
         ValueError: other terms, K tokens that were sampled, or a temperature other than 1, that of the stored label.
     """
-
-    def __init__(self, section: Loss, pairing: VocabularyAlignment, tail: str, temperature: float) -> None:
-        term = section.tailed
-        assert term is not None
-        others = [other.type for other in section.terms if other.weight > 0 and other is not term]
-        if others:
-            raise ValueError(
-                "loss.terms: expected top_k_reverse_kl with tail: sampled alone, since the teacher gives K tokens; got "
-                f"also {', '.join(others)}"
-            )
-        if tail == "sampled":
-            raise ValueError(
-                "loss.terms: top_k_reverse_kl expects the teacher's top K tokens, got sampled ones; cache a bucket tail"
-            )
-        if section.temperature != 1.0 or temperature != 1.0:
-            raise ValueError(
-                "loss.temperature: expected 1 with tail: sampled over a teacher's K tokens, whose log-probability of "
-                f"the drawn token is at 1; got {section.temperature:g}"
-            )
-        super().__init__(term, section, pairing)
-        student = pairing.student
-        self.measured = FusedTopKKLLoss(
-            "forward", tail, student_logit_scale=student.scale, student_softcap=student.softcap
+    term = section.tailed
+    assert term is not None
+    others = [other.type for other in section.terms if other.weight > 0 and other is not term]
+    if others:
+        raise ValueError(
+            "loss.terms: expected top_k_reverse_kl with tail: sampled alone, since the teacher gives K tokens; got "
+            f"also {', '.join(others)}"
         )
-        self.objective = self.measured.objective
-        self.terms = [LossTerm(term.type, term.weight)]
-
-    def __call__(self, call: HeadForward) -> LossResult:
-        """Return the loss inside the student head's own call, with the statistics if requested."""
-        targets: Any = call.inputs.targets
-        value = self.of(call, TailTargets(targets.ids, targets.logprobs, targets.label_logprob))
-        if not call.inputs.statistics:
-            return value
-        with torch.no_grad():
-            both = (call.hidden, call.head.weight, targets.ids, targets.logprobs, call.labels)
-            _, statistics = self.measured(*both, **self.pairing.arguments(call))
-        return value, statistics
+    if format.tail == "sampled":
+        raise ValueError(
+            "loss.terms: top_k_reverse_kl expects the teacher's top K tokens, got sampled ones; cache a bucket tail"
+        )
+    if section.temperature != 1.0 or format.temperature != 1.0:
+        raise ValueError(
+            "loss.temperature: expected 1 with tail: sampled over a teacher's K tokens, whose log-probability of "
+            f"the drawn token is at 1; got {section.temperature:g}"
+        )
+    student = pairing.student
+    measured = FusedTopKKLLoss(
+        "forward", format.tail, student_logit_scale=student.scale, student_softcap=student.softcap
+    )
+    return CompositeLoss([StoredTailLoss(term, section, pairing, format.transform)], None, measured)

@@ -22,11 +22,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from distill_kernels.decoding.fused_linear import MAX_ROWS
-from distill_kernels.decoding.plan import FASTER_ON
 
 from distill.data.report import DataReport
-from distill.generation.fused_decoder import plain_unsupported_reason
+from distill.generation.support_check import fused_unsupported_reason
 from distill.models.flops import NO_FLOPS, FlopCounts, count_flops
 from distill.models.gpu_specs import GpuSpec
 from distill.models.shape import Shape
@@ -186,8 +184,8 @@ def estimate_rollouts(plan: DevicePlan, data: DataReport, rows: float) -> Rollou
         return RolloutEstimate(number, new, None)
     here = max(number / plan.world, 1.0)
     sequences = min(here, section.batch_size) * (section.max_staleness + 1)
-    fused = device.family in FASTER_ON and sequences <= MAX_ROWS and recipe.student.compute != "fp8"
-    fused = fused and plain_unsupported_reason(plan.student.model, plan.precision.compute) is None
+    reason = fused_unsupported_reason(plan.student.model, plan.precision.compute, device.family, sequences)
+    fused = reason is None and recipe.student.compute != "fp8"  # whose linear layers are no plain ones then
     token = seconds_per_token(
         student, device.gpu_spec, sequences, prompt + new / 2, plan.precision.student.itemsize, fused
     )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
-from distill.objectives.targets import token_comparison
 
 if TYPE_CHECKING:
     from distill.data.collator import Collator
@@ -49,14 +48,13 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
         batch: Batch collated by it, on the device; equal on all processes.
     """
     teacher = objective.teacher
-    comparison = token_comparison(teacher.format)
     answers = teacher.models and teacher.rows.supports_new_rows and not teacher.prefetch_depth
-    if not (answers and objective.needs_targets) or comparison is None:
+    if not (answers and objective.needs_targets):
         return []
     labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()
     rows = (labels != IGNORE_INDEX).nonzero()[:, 0]
     shares = {}
-    for route, (own, tokens) in comparison.likeliest(objective.targets(batch), rows, TOKENS).items():
+    for route, (own, tokens) in teacher.format.likeliest(objective.targets(batch), rows, TOKENS).items():
         if len(own):
             shares[route] = (tokens == labels[own]).float().mean().item(), len(own)
     if not shares:

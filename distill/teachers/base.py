@@ -207,7 +207,7 @@ class Teacher:
             if not is_sharded(model):
                 model.to(device)
         for head in self.stored_heads():
-            head.to(device)
+            head.move_to(device)
 
     def is_collective(self) -> bool:
         """Return whether all processes must query it, and ask for its fingerprint, since its models are sharded."""

@@ -40,7 +40,6 @@ from distill.objectives.targets import (
     StepInputs,
     Targets,
     VocabularyAlignment,
-    token_comparison,
 )
 from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
@@ -318,7 +317,7 @@ class DistillationObjective:
 
         Returns `loss`, a scalar; if requested, `statistics`, fp32 sums over this batch's valid tokens in the order of
         `STATISTICS`; and for tokens that the student sampled `drawn` [4]: the sum of absolute differences between their
-        log-probabilities now and when sampled, their number, the sum of `ComparesTokens.overlap` over at most
+        log-probabilities now and when sampled, their number, the sum of `TargetFormat.overlap` over at most
         `COMPARED` trained tokens, and their number (0 where the overlap is not known). With several routes, the last
         two of each.
         """
@@ -358,11 +357,10 @@ class DistillationObjective:
                 gap = log_p - drawn
                 known = learned & ~gap.isnan()
                 shares: dict[str, torch.Tensor] = {}
-                comparison = token_comparison(self.teacher.format)
-                if valid_rows is not None and comparison is not None:
+                if valid_rows is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
                     call = HeadForward(hidden, head, step_inputs, shifted, valid_rows)
-                    shares = comparison.overlap(self.pairing, call, sample)
+                    shares = self.teacher.format.overlap(self.pairing, call, sample)
                 total = gap.abs().masked_fill(~known, 0.0).sum()
                 nothing = gap.new_zeros(0)
                 each = [shares.get(route, nothing) for route in self.routes or ("",)]

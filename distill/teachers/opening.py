@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,8 @@ from distill.models.head import bare, decoder_of, find_head
 from distill.models.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
 from distill.models.patch.packed import packing_problem
-from distill.objectives.plugin_terms import PluginFormat
+from distill.objectives.hidden import HiddenFormat
+from distill.objectives.plugin import PluginTermLoss
 from distill.teachers.calibration import cut_from
 from distill.teachers.load_context import CutRequest
 
@@ -125,7 +127,9 @@ def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
     Raises:
         ValueError: a kind of teacher whose logits the functions cannot be given.
     """
-    teacher.format = PluginFormat(teacher.format, plugin)
+    if not isinstance(teacher.format, HiddenFormat):
+        raise ValueError("--plugin: expected one teacher with hidden states, got several, or top-k outputs")
+    teacher.format.makers["plugin"] = functools.partial(PluginTermLoss, plugin.terms)
 
 
 def length_problem(recipe: Recipe, config: Any, field: str) -> str | None:

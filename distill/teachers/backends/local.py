@@ -11,7 +11,7 @@ from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_main_process
-from distill.generation.greedy import generate
+from distill.generation.engines import greedy_responses
 from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
@@ -69,7 +69,7 @@ class LoadedTeacher(Teacher):
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         if self.tokenizer is None or not (is_main_process() or self.is_collective()):
             return None
-        return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
+        return greedy_responses(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
     def constructor(self) -> Constructor:
         return functools.partial(LoadedTeacher, field=next(iter(self.models))), (self.model,)

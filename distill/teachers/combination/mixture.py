@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 from distill_kernels import TeacherHead
 from torch import nn
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from distill.core.ranks import is_main_process
 from distill.data.collator import BatchColumns, Collator, Row
-from distill.generation.greedy import generate
+from distill.generation.engines import greedy_responses
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
 from distill.objectives.hidden import FusedFormat, HiddenFormat, pairing_of
@@ -68,8 +68,9 @@ class MixtureFormat(FusedFormat):
                     TeacherHead(hidden, head.weight, share, head.bias, member.transform.scale, member.transform.softcap)
                     for hidden, head, share, member in zip(targets, weights, self.weights, self.members, strict=True)
                 ]
-            arguments = pairing.arguments(call)
-            return loss(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
+            arguments = pairing.arguments(call) | {"return_stats": call.inputs.statistics}
+            fused: Any = loss
+            return fused(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
 
     def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(targets, tuple)
@@ -173,7 +174,9 @@ class MixtureTeacher(SeveralTeachers):
             return None
         assert isinstance(first, LoadedTeacher)
         group = MixtureModel(list(self.models.values()), self.weights)
-        return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)
+        if first.tokenizer is None:
+            return None
+        return greedy_responses(group, first.tokenizer, prompts, settings.max_new_tokens)
 
     def constructor(self) -> Constructor:
         return MixtureTeacher, (self.members, self.weights)
@@ -228,10 +231,11 @@ class MixtureModel(nn.Module):
     def generation_config(self, value: Any) -> None:
         self.members[0].generation_config = value
 
-    def generate(self, **arguments: Any) -> Any:
+    def generate(self, *, logits_processor: Sequence[LogitsProcessor] = (), **arguments: Any) -> Any:
         """Return what `generate` of transformers does, with tokens sampled from the mixture."""
         first: Any = self.members[0]
-        return first.generate(**arguments, logits_processor=LogitsProcessorList([self._mix_scores]))
+        processors = LogitsProcessorList([self._mix_scores, *logits_processor])
+        return first.generate(**arguments, logits_processor=processors)
 
     def _mix_scores(self, ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return the mixture's log-probabilities [B, V] in place of the first model's scores."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
-from distill_kernels import LossTerm, TokenStats
+from distill_kernels import TokenStats
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
@@ -20,19 +20,17 @@ from distill.data.tokenise import Encoder
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
 from distill.objectives.hidden import pairing_of
-from distill.objectives.losses import PER_ROUTE, LossSpec, TargetLoss
+from distill.objectives.losses import PER_ROUTE, LossOfParts, LossSpec, TargetLoss
 from distill.objectives.measure import together
 from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
     Batch,
-    ComparesTokens,
     HeadForward,
     LossResult,
     TargetFormat,
     TargetProperties,
     Targets,
     VocabularyAlignment,
-    token_comparison,
 )
 from distill.objectives.top_k import TopKFormat
 from distill.teachers.base import Constructor
@@ -56,7 +54,7 @@ class RouteTargets(NamedTuple):
     rows: torch.Tensor
 
 
-class RoutedLoss(TargetLoss):
+class RoutedLoss(LossOfParts):
     """The same loss for every route, each with its teachers' scales and soft caps.
 
     Attributes:
@@ -69,25 +67,15 @@ class RoutedLoss(TargetLoss):
         self.members = list(members)
         self.counts = counts
         self.measured = self.members[0]
+        self.terms = self.measured.terms
         self.objective = self.measured.objective
 
     @property
-    def terms(self) -> Sequence[LossTerm]:
-        return self.members[0].terms
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Raise NotImplementedError: the format calls each member with its own targets."""
-        raise NotImplementedError
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; `reduction` and `workspace` are set on all members too."""
-        super().__setattr__(name, value)
-        if name in ("reduction", "workspace"):
-            for member in self.members:
-                setattr(member, name, value)
+    def parts(self) -> Sequence[TargetLoss]:
+        return self.members
 
 
-class RoutedFormat(TargetFormat, ComparesTokens):
+class RoutedFormat(TargetFormat):
     """Format of targets that are `RouteTargets` by the number of the route.
 
     Args:
@@ -129,32 +117,26 @@ class RoutedFormat(TargetFormat, ComparesTokens):
 
     def likeliest(self, targets: object, rows: torch.Tensor, most: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert isinstance(targets, dict)
-        likeliest = {
-            n: comparison.likeliest(own.targets, own.rows, most)
-            for n, own in targets.items()
-            if (comparison := token_comparison(self.members[n])) is not None
-        }
-        return {self.routes[number]: each for number, of_one in likeliest.items() for each in of_one.values()}
+        found = {}
+        for number, own in targets.items():
+            for tokens in self.members[number].likeliest(own.targets, own.rows, most).values():
+                found[self.routes[number]] = tokens
+        return found
 
     def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
-            comparison = token_comparison(self.members[number])
-            if comparison is None:
-                continue
             mine = call._replace(inputs=replace(call.inputs, targets=own.targets, num_items=None))
-            (share,) = comparison.overlap(pairing, mine, rows).values()
-            shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
+            for share in self.members[number].overlap(pairing, mine, rows).values():
+                shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
-        items = call.inputs.num_items
-        if items is None:
-            items = (call.labels != IGNORE_INDEX).sum().clamp_min(1)
+        items = call.divisor()  # of all routes
         flat = call.labels.flatten()
         for number, (member, own) in enumerate(zip(self.members, loss.members, strict=True)):
             targets: RouteTargets | None = call.inputs.targets.get(number)

@@ -1,28 +1,30 @@
 """Custom per-token losses of logits, computed from hidden states and heads in chunks of rows.
 
 Per chunk: raw logits `x W^T (+ bias) (+ LoRA)` with an fp32 result; the rows' losses by a function of the user's, whose
-gradient `G` autograd makes; then `dx = G W` and `dW += G^T x` as in linear.py. Gradients are made in the forward pass.
+gradient `G` autograd makes; then `dx = G W` and `dW += G^T x` as in linear.py. Gradients are made in the forward pass;
+with reduction "none", where each row has an upstream gradient of its own, in the backward pass, from logits made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from distill_kernels.launch import device_facts
-from distill_kernels.losses.arguments import Lora, check_arguments, expect, unpack_lora, workspace_bytes
+from distill_kernels.losses.arguments import REDUCTIONS, Lora, check_arguments, expect, unpack_lora, workspace_bytes
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, nonzero_rows, row_scales
 from distill_kernels.losses.operands import Batch, Head, Inputs, LossOutput, RequiredGrads
 from distill_kernels.losses.projection import matmul_fp32
-from distill_kernels.losses.scaling import fp16_safe_scale, take_scaled_gradients
+from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
 from distill_kernels.losses.terms import LossTerm, make_objective
 from distill_kernels.operands import differentiable_once
 
 Rows = slice | torch.Tensor
-RowLoss = Callable[[torch.Tensor, Rows, bool], tuple[torch.Tensor, torch.Tensor | None]]
+# of raw logits [n, V], rows, their factors [n], and whether the gradient is required
+RowLoss = Callable[[torch.Tensor, Rows, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
 NO_TEACHER_OBJECTIVE = make_objective([LossTerm("cross_entropy", 1.0)])._replace(hard_weight=0.0)
 
 
@@ -66,7 +68,7 @@ def run_chunks(
         student: the student's head; gradients come back in its tensors' dtypes.
         batch: row scales and the rows to compute (labels are read by `row_loss` alone).
         required: gradients to compute.
-        row_loss: `(raw logits [n, V], rows, with_gradient) -> (scaled row losses [n], gradient [n, V] or None)`.
+        row_loss: returns the rows' losses times their factors [n], and the gradient [n, V] of their sum or None.
         vocab: columns that count.
         dtype: dtype of the GEMMs' operands.
         rows: rows of a chunk.
@@ -81,26 +83,54 @@ def run_chunks(
         stop = min(start + rows, count)
         here: Rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(dtype)
-        loss[here], gradient = row_loss(raw_logits(student, x), here, required.gradient)
+        loss[here], gradient = row_loss(raw_logits(student, x), here, batch.row_scale[here], required.gradient)
         if gradient is not None:
             sums.add(student, batch.mask_ignored(x, here), gradient, here)
     return LossOutput(loss, None, *sums.results())
 
 
+class _ChunkedCall(NamedTuple):
+    """Arguments of `_ChunkedFunction` beside the student's tensors; `per_row`: return each row's loss, no sum."""
+
+    lora_scale: float
+    batch: Batch
+    required: RequiredGrads
+    row_loss: RowLoss
+    settings: dict[str, Any]
+    per_row: bool
+
+    def run(self, head: Head, batch: Batch, required: RequiredGrads) -> LossOutput:
+        with torch.autocast(head.hidden.device.type, enabled=False):
+            return run_chunks(
+                head._replace(lora_scale=self.lora_scale), batch, required, self.row_loss, **self.settings
+            )
+
+
 class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> torch.Tensor:
-        lora_scale, batch, required, row_loss, settings = call
-        head = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
-        with torch.autocast(hidden.device.type, enabled=False):
-            output = run_chunks(head, batch, required, row_loss, **settings)
+    def forward(
+        ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: _ChunkedCall
+    ) -> torch.Tensor:
+        head = Head(hidden, weight, bias, lora_a, lora_b)
+        if call.per_row:
+            # the rows' upstream gradients are known in backward only
+            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
+            ctx.call = call
+            return call.run(head, call.batch, RequiredGrads()).loss
+        output = call.run(head, call.batch, call.required)
         ctx.gradients = output.gradients
         return output.loss.sum()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        return (*take_scaled_gradients(ctx, upstream), None)
+        if not hasattr(ctx, "call"):
+            return (*take_scaled_gradients(ctx, upstream), None)
+        call: _ChunkedCall = ctx.call
+        scale, down = fp16_safe_scale(call.batch.row_scale * upstream, call.settings["dtype"])
+        output = call.run(Head(*ctx.saved_tensors), call.batch._replace(row_scale=scale), call.required)
+        scaled = (g if g is None or down is None else scale_gradient_(g, down) for g in output.gradients)
+        return (*scaled, None)
 
 
 class ChunkedLoss(nn.Module):
@@ -113,7 +143,8 @@ class ChunkedLoss(nn.Module):
             [n, V] as the heads make them (no scale, soft cap or temperature), teacher logits None without a teacher,
             labels [n] or None. Labels of rows that do not count are not passed, or come as `ignore_index`.
         ignore_index: label of tokens that do not count.
-        reduction: "mean" or "sum".
+        reduction: "mean" over `num_items` or the rows that count, "sum", or "none" (per row; backward makes
+            the logits again, so that teacher and labels must not change before).
         max_workspace_mib: bound for a chunk's buffers, or None to choose.
     """
 
@@ -125,7 +156,7 @@ class ChunkedLoss(nn.Module):
         max_workspace_mib: float | None = None,
     ) -> None:
         super().__init__()
-        expect(reduction in ("mean", "sum"), "reduction", "mean or sum", repr(reduction))
+        expect(reduction in REDUCTIONS, "reduction", "one of mean, sum, none", repr(reduction))
         self.fn = fn
         self.ignore_index = ignore_index
         self.reduction = reduction
@@ -146,7 +177,9 @@ class ChunkedLoss(nn.Module):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """Compute the loss, fp32 scalar (fp64 for fp64); arguments as in `FusedDistillationLoss.forward`.
+        """Compute the loss, fp32 (fp64 for fp64): a scalar, or with reduction "none" the shape of the labels.
+
+        Arguments as in `FusedDistillationLoss.forward`.
 
         Raises:
             ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
@@ -173,7 +206,8 @@ class ChunkedLoss(nn.Module):
         scale = row_scales(
             hidden, labels, weights, num_items, valid_rows, ignore_index=self.ignore_index, reduction=self.reduction
         )
-        scale, down = fp16_safe_scale(scale, dtype)
+        per_row = self.reduction == "none"
+        scale, down = (scale, None) if per_row else fp16_safe_scale(scale, dtype)
         teacher = None
         if teacher_hidden is not None and teacher_weight is not None:
             bias = None if teacher_bias is None else teacher_bias.detach()
@@ -184,17 +218,21 @@ class ChunkedLoss(nn.Module):
         grad = torch.is_grad_enabled()
         required = RequiredGrads(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
         settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
-        call = (lora_scale, Batch(labels, scale, rows), required, self._row_loss(teacher, labels, scale), settings)
-        loss = _ChunkedFunction.apply(*students, call)
+        batch = Batch(labels, scale, rows)
+        call = _ChunkedCall(lora_scale, batch, required, self._row_loss(teacher, labels), settings, per_row)
+        loss: torch.Tensor = _ChunkedFunction.apply(*students, call)
+        if per_row:
+            return loss.view(student_hidden.shape[:-1])
         return loss if down is None else loss * down
 
-    def _row_loss(self, teacher: Head | None, labels: torch.Tensor | None, scale: torch.Tensor) -> RowLoss:
+    def _row_loss(self, teacher: Head | None, labels: torch.Tensor | None) -> RowLoss:
         """Return `fn` with its gradient: raw logits of some rows to their scaled losses and the logits' gradient."""
 
-        def row_loss(raw: torch.Tensor, rows: Rows, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def row_loss(
+            raw: torch.Tensor, rows: Rows, factor: torch.Tensor, with_gradient: bool
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
             other = None if teacher is None else raw_logits(teacher, teacher.hidden[rows].to(teacher.weight.dtype))
             targets = None if labels is None else labels[rows]
-            factor = scale[rows]
             with torch.set_grad_enabled(with_gradient):
                 logits = raw.requires_grad_(with_gradient)
                 losses = self.fn(logits, other, targets)

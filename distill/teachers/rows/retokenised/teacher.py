@@ -74,8 +74,9 @@ class SpansFormat(TargetFormat):
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; statistics have an entry per span, [M]."""
+        assert isinstance(loss, CrossTokenizerLoss | HeldOutLoss)
         with self.inner.head.open() as teacher:
-            return loss(
+            result: LossResult = loss(
                 call.hidden,
                 call.head,
                 teacher,
@@ -83,6 +84,7 @@ class SpansFormat(TargetFormat):
                 num_items=call.inputs.num_items,
                 return_stats=call.inputs.statistics,
             )
+        return result
 
 
 class CrossTeacher(ReadingTeacher):
