@@ -18,8 +18,7 @@ from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
-from distill.recipe import RecipeError, dump, load, parse
-from distill.recipe.models import Context
+from distill.recipe import Context, RecipeError, dump, load, parse
 from distill.run import run
 from distill.teachers.backends.served.teacher import query_column
 from distill.teachers.backends.student import AveragedTeacher

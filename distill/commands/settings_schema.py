@@ -58,8 +58,9 @@ def settings() -> list[Setting]:
         other = found.get(name)
         default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
         default = default if isinstance(default, str) else json.dumps(default)
-        if other is not None:  # a field of several types of term
+        if other is not None:  # a field of several types of teacher or term
             kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
+            default = other.default if default == "required" else default
         meaning = other.meaning if other is not None and other.meaning else node["description"]
         found[name] = Setting(name, kind, default, meaning, node["x-since"], OTHER_TOOLS.get(name, {}))
     return list(found.values())

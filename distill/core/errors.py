@@ -133,6 +133,12 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
+class Missing(NamedTuple):
+    """Annotation of a required field: what it is, for the message of its absence."""
+
+    what: str
+
+
 class Alias(NamedTuple):
     """Our field for a field name of another tool.
 
@@ -180,7 +186,7 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
         return " ".join(filter(None, [_meant(field, name) if field else "", alias.cure]))
     near = did_you_mean(name, section)
     everywhere = _paths(model)
-    same = [path for path in everywhere if path.rpartition(".")[2] == name]
+    same = dict.fromkeys(path for path in everywhere if path.rpartition(".")[2] == name)
     if near.startswith("known") and same:
         return _meant(" or ".join(same), name)
     return near
@@ -203,16 +209,23 @@ def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
-    path, section = _locate(fault["loc"], model)
+    place = _locate(fault["loc"], model)
+    path = place.path
     where = ".".join(path)
     came = fault["input"]
     kind = fault["type"]
     context = fault.get("ctx", {})
     head = f"{where}: " if where else ""
     if kind == "extra_forbidden":
-        return f"{head}unknown field; {_unknown(path, section, model, names)}"
+        if place.types_with_field:
+            *others, last = place.types_with_field
+            types = f"{', '.join(others)} or {last}" if others else last
+            return f"{head}belongs to type: {types}; got type: {place.type}"
+        return f"{head}unknown field; {_unknown(path, place.fields, model, names)}"
     if kind == "missing":
-        return f"{head}required field is missing"
+        found = [section.model_fields[path[-1]] for section in place.sections]
+        marks = [mark for field in found for mark in field.metadata if isinstance(mark, Missing)]
+        return f"{where} is missing: {marks[0].what}" if marks else f"{head}required field is missing"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         tags = _literals(model, [*path, "type"])
         tag = context.get("tag")
@@ -283,26 +296,58 @@ def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
         found.model_fields[path[-1]] for found in _sections_at(model, path[:-1]) if path[-1] in found.model_fields
     ]
     values = [value for field in fields for part in _annotation_parts(field.annotation) for value in get_args(part)]
-    return [value if isinstance(value, str) else quote(value) for value in values]
+    return list(dict.fromkeys(value if isinstance(value, str) else quote(value) for value in values))
 
 
-def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """Return the path as the user wrote it, and the fields known where it ends.
+class _Place(NamedTuple):
+    """Where a fault is.
 
-    pydantic adds parts of its own (the member of a union, `[key]`), neither an index nor a field: they are dropped.
+    Attributes:
+        path: the path as the user wrote it.
+        sections: the section that it ends in; all members of a union whose `type` is not known.
+        type: the `type` of that section; empty where it is no member of a union.
+        union: the members of that union.
     """
-    path: list[str] = []
-    sections: list[type[BaseModel]] = [model]
+
+    path: list[str]
+    sections: list[type[BaseModel]]
+    type: str
+    union: list[type[BaseModel]]
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields known there."""
+        return list(dict.fromkeys(name for section in self.sections for name in section.model_fields))
+
+    @property
+    def types_with_field(self) -> list[str]:
+        """The types of the union whose sections have the field that the path ends in."""
+        having = [section for section in self.union if self.path[-1] in section.model_fields]
+        return [name for section in having for name in _types(section)]
+
+
+def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Place:
+    """Return the place of a fault in data for `model`.
+
+    pydantic adds parts of its own (the `type` of a union's member, `[key]`), neither an index nor a field.
+    """
+    place = _Place([], [model], "", [])
     for position, part in enumerate(loc):
-        fields = {name: field for section in sections for name, field in section.model_fields.items()}
-        tags = {t for s in sections if "type" in s.model_fields for t in get_args(s.model_fields["type"].annotation)}
+        fields = {name: field for section in place.sections for name, field in section.model_fields.items()}
         if isinstance(part, int):
-            path.append(str(part))
+            place.path.append(str(part))
+        elif len(place.sections) > 1 and any(part in _types(section) for section in place.sections):
+            # first of all, since a type may have the name of a field: a teacher of type `model` has a `model`
+            members = [section for section in place.sections if part in _types(section)]
+            place = _Place(place.path, members, part, place.sections)
         elif part in fields and position < len(loc) - 1:
-            path.append(part)
-            sections = _sections(fields[part].annotation)
-        elif part in tags and part not in fields:
-            sections = [s for s in sections if part in get_args(s.model_fields["type"].annotation)]
-        elif position == len(loc) - 1 or not sections:
-            path.append(str(part))
-    return path, list(dict.fromkeys(name for section in sections for name in section.model_fields))
+            place = _Place([*place.path, part], _sections(fields[part].annotation), "", [])
+        elif position == len(loc) - 1 or not place.sections:
+            place.path.append(part)
+    return place
+
+
+def _types(section: type[BaseModel]) -> tuple[str, ...]:
+    """Return the values of `type` that select a member of a union; none for any other section."""
+    field = section.model_fields.get("type")
+    return () if field is None else get_args(field.annotation)

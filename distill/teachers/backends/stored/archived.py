@@ -21,8 +21,15 @@ from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.targets import TargetFormat
 from distill.objectives.top_k import TopKFormat
-from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import (
+    FromTeacher,
+    Generate,
+    LoadedTeacherConfig,
+    LocalTeacherConfig,
+    ModelSection,
+    Recipe,
+    StoredTeacherConfig,
+)
 from distill.teachers.backends.stored.format import (
     DTYPES,
     HEAD,
@@ -157,10 +164,11 @@ class ArchivedPlan(TeacherPlan):
     """The plan of the teacher that made the cache at `teacher.path`, or that is named there to make it."""
 
     shardable = False
+    section: StoredTeacherConfig
 
-    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+    def __init__(self, recipe: Recipe, section: StoredTeacherConfig | None = None, field: str = "teacher") -> None:
         super().__init__(recipe, section, field)
-        self.folder = Path(self.section.path or "").expanduser()
+        self.folder = Path(self.section.path).expanduser()
         self.names_model = self.section.model is not None or self.section.init == "random"
 
     @property
@@ -247,14 +255,14 @@ def teacher_of_cache(
     return ArchivedTeacher(cache if isinstance(cache, TeacherCache) else TeacherCache(cache), device, load)
 
 
-def section_to_load(recipe: Recipe) -> TeacherSection:
+def section_to_load(recipe: Recipe) -> LoadedTeacherConfig:
     """Return the section of the recipe's teacher as one to load: for a cache, the model that makes it.
 
     Raises:
         ValueError: the section does not name that model.
     """
     section = recipe.teacher
-    if section.is_loaded:
+    if isinstance(section, LoadedTeacherConfig):
         return section
     if section.model is None and section.init != "random":
         raise ValueError(
@@ -263,20 +271,21 @@ def section_to_load(recipe: Recipe) -> TeacherSection:
     return section.loaded()
 
 
-def maker_section(recipe: Recipe) -> TeacherSection:
+def maker_section(recipe: Recipe) -> LoadedTeacherConfig:
     """Return the section of the recipe's teacher as one to load: for a complete cache, the model that made it.
 
     Raises:
         ValueError: there is no complete cache.
     """
     section = recipe.teacher
-    if not section.is_cached:
+    if not isinstance(section, StoredTeacherConfig):
+        assert isinstance(section, LoadedTeacherConfig)
         return section
-    folder = Path(section.path or "").expanduser()
+    folder = Path(section.path).expanduser()
     manifest = manifest_of(folder)
     named = {name: manifest["teacher"][name] for name in ("model", "revision", "adapter", "init", "config")}
     if section.model is not None:
         named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
     log.info("loading %s, the teacher of the cache %s, for its weights", named["model"] or named["config"], folder)
     rest = {name: getattr(section, name) for name in ("dtype", "attention", "trust_remote_code")}
-    return TeacherSection(**named, **rest)
+    return LocalTeacherConfig(**named, **rest)

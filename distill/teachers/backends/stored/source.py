@@ -26,8 +26,7 @@ from distill.models.load.vocabulary import shared_columns
 from distill.models.meta_models import meta_config, meta_student
 from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.top_k import TopKFormat
-from distill.recipe import Data, Student
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import Data, Student, TeacherConfig
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.backends.stored.archived import stored_footprint, teacher_of_cache
 from distill.teachers.backends.stored.format import (
@@ -82,13 +81,13 @@ class StoredPlan(TeacherPlan):
     """
 
     def __init__(
-        self, inner: TeacherPlan, section: TeacherSection, field: str = "teacher", *, writes: bool = True
+        self, inner: TeacherPlan, section: TeacherConfig, field: str = "teacher", *, writes: bool = True
     ) -> None:
         super().__init__(inner.recipe, section, field)
         self.inner = inner
         self.sections = inner.sections
         self.shardable = inner.shardable
-        folder = section.online_cache
+        folder = section.store
         self.folder = Path(folder).expanduser() if folder is not None and writes else None
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
@@ -120,18 +119,18 @@ class StoredPlan(TeacherPlan):
     @property
     def sent_top_k(self) -> bool:
         """True where servers send K tokens, which are stored as received."""
-        return bool(self.section.urls) and self.section.top_k is not None
+        return bool(self.section.urls) and self.section.top_tokens is not None
 
     def settings(self) -> Settings:
         """Return what the recipe stores; hidden states in their own dtype, which is known once the teacher is open."""
         if self.chosen is not None and not self.sent_top_k:
             return self.chosen
         section = self.section
-        hidden = section.online_cache_format != "top_k" and section.top_k is None
-        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.online_cache_format)
+        hidden = section.store_format != "top_k" and section.top_tokens is None
+        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.store_format)
         if self.folder is None and not hidden:  # nothing is written, and a drawn token would depend on the batch
-            return Settings(section.top_k or 64, dtype="float32")
-        return Settings(section.top_k or 64, hidden, default_tail(self.recipe.loss), dtype)
+            return Settings(section.top_tokens or 64, dtype="float32")
+        return Settings(section.top_tokens or 64, hidden, default_tail(self.recipe.loss), dtype)
 
     def measure(self) -> Measure:
         plan = self.plan
@@ -207,7 +206,7 @@ class StoredPlan(TeacherPlan):
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
             amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
-        stored = f"online_cache: {self.section.online_cache}, {width:,} bytes per trained token, {amount}"
+        stored = f"online_cache: {self.section.store}, {width:,} bytes per trained token, {amount}"
         text = f"{self.inner.size_text()}; {stored}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
             text += f", {present / count:.0%} of them stored already"
