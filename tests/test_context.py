@@ -333,7 +333,7 @@ def test_recipes_with_a_context():
     for teacher, told in (
         ("{type: student}", "type: student needs context"),
         ("{type: student, model: m, context: {template: a}}", "got model; leave model out"),
-        ("{model: m, ema: 0.9, context: {template: a}}", "expected type: student, weights of 16 or 32 bits"),
+        ("{model: m, ema: 0.9, context: {template: a}}", "teacher.ema: belongs to type: student; got type: model"),
         ("{type: student, ema: 1.0, context: {template: a}}", "teacher.ema"),
         ("{model: m, context: {template: 'a {b'}}", "a brace of the text itself is written twice"),
         ("{model: m, context: {template: 'a {}'}}", "where a row's column stands"),

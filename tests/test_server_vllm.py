@@ -277,7 +277,7 @@ def test_server_settings_of_a_recipe_are_validated(place):
         (["teacher.url=http://me:secret@x"], "expected http://"),
         (["teacher.url=[http://x, http://x/]"], "each server once"),
         (["teacher.url=http://x", "teacher.dtype=fp8"], "give it to distill serve"),
-        (["teacher.url=http://x", "teacher.offload=cpu"], "no teacher is loaded"),
+        (["teacher.url=http://x", "teacher.offload=cpu"], "offload: belongs to type: model or student"),
         (["teacher.url=http://x", "parallel.teacher=sharded"], "requires a teacher whose weights are loaded"),
         (["teacher.url=http://x", "teacher.protocol=vllm"], "protocol: vllm needs top_k"),
         (["teacher.url=http://x", "teacher.protocol=vllm", "teacher.top_k=3", "teacher.folder=f"], "vllm needs top_k"),

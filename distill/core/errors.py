@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NamedTuple, Union, get_args, get_origin
@@ -167,17 +167,21 @@ class Names(NamedTuple):
     patterns: Mapping[str, str]
 
 
-def explain(error: ValidationError, model: type[BaseModel], names: Names) -> list[str]:
-    """Return one line for each error that pydantic found in data for `model`."""
+ReadNames = Callable[[], Names]
+
+
+def explain(error: ValidationError, model: type[BaseModel], names: ReadNames) -> list[str]:
+    """Return one line for each error that pydantic found in data for `model`; `names` is called where it is needed."""
     lines = [_line(fault, model, names) for fault in error.errors(include_url=False)]
     return list(dict.fromkeys(lines))
 
 
-def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: Names) -> str:
+def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: ReadNames) -> str:
     """Return a suggestion for the unknown field at `path`; `section` lists the fields known there."""
     parents = [part for part in path[:-1] if not part.isdigit()]
     name = path[-1].strip().lower().replace("-", "_")
-    alias = names.fields.get(".".join([*parents, name])) or names.fields.get(name)
+    fields = names().fields
+    alias = fields.get(".".join([*parents, name])) or fields.get(name)
     if alias:
         field = alias.field
         last = alias.field.rpartition(".")[2]
@@ -208,7 +212,7 @@ def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     return paths
 
 
-def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
+def _line(fault: ErrorDetails, model: type[BaseModel], names: ReadNames) -> str:
     place = _locate(fault["loc"], model)
     path = place.path
     where = ".".join(path)
@@ -220,7 +224,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         if place.types_with_field:
             *others, last = place.types_with_field
             types = f"{', '.join(others)} or {last}" if others else last
-            return f"{head}belongs to type: {types}; got type: {place.type}"
+            return f"{head}belongs to type: {types}; got type: {place.tag}"
         return f"{head}unknown field; {_unknown(path, place.fields, model, names)}"
     if kind == "missing":
         found = [section.model_fields[path[-1]] for section in place.sections]
@@ -245,7 +249,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
         return head + expected_got(f"a number {BOUNDS[kind]} {limit:g}", came)
     if kind == "string_pattern_mismatch":
-        return head + expected_got(names.patterns[context["pattern"]], came)
+        return head + expected_got(names().patterns[context["pattern"]], came)
     if kind == "too_short":
         return head + expected_got(f"a list of at least {context['min_length']}", came)
     if kind in EXPECTED:
@@ -256,7 +260,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
             return (
                 f"{head}{expected_got(EXPECTED[kind], came)}; YAML needs a space after the colon: {pair[1]}: {pair[2]}"
             )
-        short = names.short.get(section_path)
+        short = names().short.get(section_path)
         if short is None or not EXPECTED[kind].startswith(("a section", "a list")):
             return error
         value = came if isinstance(came, str | int | float) and not isinstance(came, bool) else short[1]
@@ -264,8 +268,8 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     return f"{head}{fault['msg']}, got {quote(came)}"
 
 
-def _value_meant(field: str, value: object, options: list[str], names: Names) -> str:
-    ours = names.values.get(field, {}).get(str(value).strip().lower().replace(" ", "_"), "")
+def _value_meant(field: str, value: object, options: list[str], names: ReadNames) -> str:
+    ours = names().values.get(field, {}).get(str(value).strip().lower().replace(" ", "_"), "")
     return f"did you mean {ours}?" if ours.split(" ")[0] in options else did_you_mean(value, options)
 
 
@@ -305,13 +309,13 @@ class _Place(NamedTuple):
     Attributes:
         path: the path as the user wrote it.
         sections: the section that it ends in; all members of a union whose `type` is not known.
-        type: the `type` of that section; empty where it is no member of a union.
+        tag: the `type` of that section; empty where it is no member of a union.
         union: the members of that union.
     """
 
     path: list[str]
     sections: list[type[BaseModel]]
-    type: str
+    tag: str
     union: list[type[BaseModel]]
 
     @property

@@ -437,6 +437,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "sample --from teacher": ("one teacher for all rows", "weights", "student's messages"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
     "eval": ("one teacher", "student's prompts"),
+    "bench": ("weights",),
     "generate": ("one teacher", "student's messages"),
 }
 

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import RecipeError, Section, explain
 from distill.core.folders import STAGES
-from distill.recipe.aliases import NAMES
+from distill.recipe.aliases import other_tools
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part
 from distill.recipe.fields import NAME, Text
@@ -153,7 +153,7 @@ class Recipe(Section):
             try:
                 self.of_stage(number, "the student of the stage before" if number else None)
             except ValidationError as error:
-                faults = "; ".join(explain(error, Recipe, NAMES))
+                faults = "; ".join(explain(error, Recipe, other_tools))
                 raise ValueError(f"stages.{number}: {faults}") from None
         return self
 
@@ -204,7 +204,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", ori
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, NAMES)]) from None
+        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, other_tools)]) from None
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -433,11 +433,14 @@ def _of_its_type(section: object) -> object:
     own = next((kind for kind in TYPES if section["type"] in get_args(kind.model_fields["type"].annotation)), None)
     if own is None:
         return section
-    return {
-        name: value
-        for name, value in section.items()
-        if name in own.model_fields or name not in DEFAULTS or value != DEFAULTS[name]
-    }
+
+    def is_said(name: str, value: object) -> bool:
+        field = own.model_fields.get(name)
+        if field is not None:
+            return value is not None or not field.is_required()  # `path: null` is a path that is missing
+        return name not in DEFAULTS or value != DEFAULTS[name]
+
+    return {name: value for name, value in section.items() if is_said(name, value)}
 
 
 AnyTeacher = Annotated[

@@ -41,7 +41,7 @@ from distill.teachers.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from distill.data.load import Splits
     from distill.objectives.hidden import StoredHead
-    from distill.recipe import Generate, ModelSection, Recipe, TeacherConfig
+    from distill.recipe import Generate, LoadedTeacherConfig, ModelSection, Recipe, TeacherConfig
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
 Prompt = str | list[dict[str, str]]
@@ -335,7 +335,7 @@ class TeacherPlan:
         self.recipe = recipe
         self.section = section or recipe.teacher
         self.field = field
-        self.sections: Mapping[str, TeacherConfig] = {}
+        self.sections: Mapping[str, LoadedTeacherConfig] = {}
 
     def parts(self) -> Sequence[InnerPlan]:
         """Return the plans directly inside this one, the first one first; none of a backend."""

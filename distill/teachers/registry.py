@@ -28,8 +28,8 @@ from distill.teachers.rows.context.teacher import ContextPlan
 from distill.teachers.rows.retokenised.teacher import CrossPlan
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
-# takes a recipe with this teacher alone, the teacher's section and the field that holds it
-PlanMaker = Callable[[Recipe, TeacherConfig, str], TeacherPlan]
+# takes a recipe with this teacher alone, the teacher's section (of the class that the plan is for) and its field
+PlanMaker = Callable[[Recipe, Any, str], TeacherPlan]
 # where stored outputs go: into the folders that the recipe names; nowhere; into a store for every teacher, whose folder
 # is set later
 Stores = Literal["as set", "unsaved", "everywhere"]
