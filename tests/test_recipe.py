@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distill.recipe import OWNED_ARGUMENTS, Recipe, RecipeError, dump, load, parse
 from distill.recipe.fields import PATTERNS
+from distill.recipe.teacher_config import DEFAULTS
 
 MINIMAL = """
 teacher: {model: big}
@@ -417,3 +419,29 @@ def test_fuzzed_command_lines_end_with_a_recipe_or_one_line_a_fault(tmp_path, ca
         assert (out == "") == (code != 0) and all(
             line.startswith("distill: ") and len(line) < 700 for line in err.splitlines()
         ), err
+
+
+OF_TYPE = {
+    "model": {"model": "a"},
+    "cache": {"path": "caches/a"},
+    "server": {"url": "http://127.0.0.1:8765"},
+    "student": {"context": {"template": "{solution}"}},
+    "plugin": {"backend": "mine"},
+}
+
+
+@pytest.mark.parametrize("kind", OF_TYPE)
+def test_a_teacher_has_the_fields_of_its_type_alone(kind):
+    """What `dump` writes has the fields of all types; reading it back gives the same, another value is refused."""
+    recipe = parse(MINIMAL, [f"teacher={json.dumps({'type': kind, **OF_TYPE[kind]})}"])
+    own = set(type(recipe.teacher).model_fields)
+    written = yaml.safe_load(dump(recipe))["teacher"]
+    assert set(written) == {*DEFAULTS, "type"} and parse(dump(recipe)) == recipe
+    assert {name: written[name] for name in set(written) - own} == {
+        name: DEFAULTS[name] for name in set(DEFAULTS) - own
+    }
+    for field, value in {"path": "p", "backend": "b", "ema": 0.5, "prefetch": 5, "offload": "cpu"}.items():
+        if field not in own:
+            message = fault(MINIMAL, f"teacher={json.dumps({'type': kind, **OF_TYPE[kind], field: value})}")
+            assert message.startswith(f"my.yaml: teacher.{field}: belongs to type: "), message
+            assert message.endswith(f"; got type: {kind}")
