@@ -10,6 +10,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_rep
 
 from distill.core.units import plural
 from distill.recipe.library_names import optimizer_problem
+from distill.recipe.train import micro_batch_tokens
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
@@ -27,7 +28,7 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     Raises:
         ValueError: where that is no whole number, naming the nearest values that are.
     """
-    micro = train.batch_size * data.max_length * world
+    micro = micro_batch_tokens(train, data, world)
     if train.tokens_per_step is None:
         return 1
     steps, rest = divmod(train.tokens_per_step, micro)

@@ -39,7 +39,7 @@ from distill.recipe.teacher_config import (
     LocalTeacherConfig,
     every_field,
 )
-from distill.recipe.train import Parallel, Train
+from distill.recipe.train import Parallel, Train, micro_batch_tokens
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
 PROMPTS = (
@@ -174,7 +174,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _a_step_holds_a_micro_batch(self) -> Self:
-        micro_batch = self.train.batch_size * self.data.max_length
+        micro_batch = micro_batch_tokens(self.train, self.data)
         if self.train.tokens_per_step is not None and self.train.tokens_per_step < micro_batch:
             raise ValueError(
                 f"train.tokens_per_step: expected at least one micro-batch, train.batch_size {self.train.batch_size} "

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from distill.core.errors import Section
+from distill.recipe.data import Data
 from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
 from distill.recipe.library_names import argument_names, optimizer_names, unknown_name
 
@@ -158,6 +159,11 @@ class Train(Section):
             if isinstance(given, dict) and given.get(flag):
                 raise ValueError(f"arguments.{name}: expected false, since {why}; leave it out")
         return self
+
+
+def micro_batch_tokens(train: Train, data: Data, processes: int = 1) -> int:
+    """Return the positions of one micro-batch over all processes, padding included."""
+    return train.batch_size * data.max_length * processes
 
 
 class Parallel(Section):

@@ -34,7 +34,9 @@ from distill.models.flops import count_text
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import LoadedTeacherConfig, Parallel, Recipe, dump
 from distill.recipe.loss import Loss
+from distill.recipe.resume_policy import tokens_of_step
 from distill.recipe.teacher_config import TIMEOUT_S
+from distill.recipe.train import micro_batch_tokens
 from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
@@ -334,10 +336,9 @@ class LaunchedPlan(LocalPlan):
         one's, and those of the current one scattered to their positions.
         """
         meta = self.meta()
-        train = self.recipe.train
         size = context.precision.teacher.itemsize
-        micro = train.batch_size * self.recipe.data.max_length * context.world
-        ahead = 2 * max((train.tokens_per_step or micro) // micro, self.section.prefetch_depth)
+        micro_batch = micro_batch_tokens(self.recipe.train, self.recipe.data, context.world)
+        ahead = 2 * max(tokens_of_step(self.recipe, context.world) // micro_batch, self.section.prefetch_depth)
         return Footprint(
             weights=float(meta.shape.head * size), token_bytes=(1 + ahead) * size * meta.shape.hidden, flops=meta.flops
         )
