@@ -149,9 +149,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_gone_on_from(workplace, capsys)
 
 
 def test_rows_that_would_come_twice_are_refused():
-    with pytest.raises(
-        ValueError, match=r"train\.arguments\.ignore_data_skip: expected false, since a resumed"
-    ):
+    with pytest.raises(ValueError, match=r"train\.arguments\.ignore_data_skip: expected false, since a resumed"):
         parse(RECIPE, ["train.arguments={ignore_data_skip: true}"])
 
 
