@@ -42,7 +42,7 @@ from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
-from distill.generation.from_recipe import require_prompts, rollouts_from_recipe
+from distill.generation.from_recipe import require_prompts, rollout_columns, rollouts_from_recipe
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
@@ -360,6 +360,7 @@ class Run:
             vocab_size=pair.vocab_size,
             train_dataset=splits.epochs,
             eval_dataset=splits.validation,
+            batch_columns=rollout_columns(recipe),
             processing_class=pair.tokenizer,
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )

@@ -123,11 +123,10 @@ def faults_of(template: ChatTemplate, talk: Conversation, train_on: str) -> list
 
 def _turns_of(example: RenderedChat) -> Iterator[tuple[int, str, str]]:
     """Yield the turns of an example: number, trained text and the text before it."""
-    spans = example.spans
-    if len(spans) != len(example.turns):  # ranges of one turn, or of several, with unmarked text between them
-        spans = [(spans[0][0], spans[-1][1])] if len(example.turns) == 1 else []
-    for turn, (start, end) in zip(example.turns, spans, strict=len(spans) > 0):
-        yield turn, example.text[start:end], example.text[:start]
+    for turn in dict.fromkeys(example.turns):
+        spans = [span for span, number in zip(example.spans, example.turns, strict=True) if number == turn]
+        start = spans[0][0]  # a turn may have several ranges, with unmarked text between them
+        yield turn, example.text[start : spans[-1][1]], example.text[:start]
 
 
 def _turn_faults(

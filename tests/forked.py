@@ -38,7 +38,7 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "distill.cli",
     "distill.run",
-    "distill.caching.make",
+    "distill.commands.cache_epoch",
     "pytest",
     "triton",
 )

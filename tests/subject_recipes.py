@@ -48,7 +48,7 @@ def write_recipes(root, caches, served):
     (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
     cache, _ = caches.store(1.0, k=8)
     for name, text in RECIPES.items():
-        text = text % (cache.path, caches.folder, caches.folder) if name == "bucket" else text
+        text = text % (cache.folder, caches.folder, caches.folder) if name == "bucket" else text
         text = text % (served.url, served.folder) if name == "served" else text
         (root / f"{name}.yaml").write_text(text)
     return root

@@ -10,7 +10,7 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_tokenizers import WORDS, readers
 
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.data.formats import Format
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.remote_outputs import OUTPUT_READERS
@@ -22,10 +22,8 @@ from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.launched import Child, LaunchedPlan, LaunchedServers, LaunchedTeacher
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.stored.archived import teacher_of_cache
-from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.store import Fills, Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -143,7 +141,7 @@ class Caches:
         if place not in self.stored:
             loaded = load(self.recipe(f"loss.temperature={temperature}"))
             make_cache(loaded, place, Settings(**settings).checked(), say=lambda line: None, progress=Silent)
-            self.stored[place] = TeacherCache(place), loaded.splits.train
+            self.stored[place] = Store(place), loaded.splits.train
         return self.stored[place]
 
     def subject(self, kind):
@@ -160,7 +158,7 @@ class Caches:
         documents = nearest_in_length([part for row in train for part in split_row(row)], 7, 64)
         return CheckSetup(
             tiny_model(self.tokenizer, seed=2),
-            teacher_of_cache(cache),
+            StoredTeacher(cache),
             [join_rows(documents[at : at + 2]) for at in range(0, 7, 2)],
             Loss.model_validate(loss),
             tokenizers=(self.tokenizer, self.tokenizer),
@@ -369,7 +367,7 @@ def local_top_k(tail="bucket"):
     inner, at = LoadedTeacher(subject.teacher.model), KL_AND_LABELS["temperature"]
     plan = {"kind": "top_k", "k": 8, "tail": tail, "dtype": "float32", "hidden": 64, "vocabulary": 259, "seed": 0}
     plan |= {"temperature": at, "scale": 1.0, "softcap": None}
-    return replace(subject, teacher=StoredTeacher(inner, Store(plan, None, {})))
+    return replace(subject, teacher=StoredTeacher(Store(None, Fills(plan)), inner))
 
 
 def routed_top_k():
@@ -377,7 +375,7 @@ def routed_top_k():
     subject, one_of = routed(KL_AND_LABELS), local_top_k()
     (model,) = one_of.teacher.models.values()
     code, _ = subject.teacher.members
-    few = StoredTeacher(LoadedTeacher(model, field="teachers.1"), Store(one_of.teacher.store.manifest, None, {}))
+    few = StoredTeacher(Store(None, Fills(one_of.teacher.store.manifest)), LoadedTeacher(model, field="teachers.1"))
     names = ["code", "talk"]
     student = tiny_model(tiny_tokenizer())
     teacher, tokenizers = RoutedTeacher([code, few], names), (tiny_tokenizer(),) * 3
@@ -389,7 +387,7 @@ def kept():
     subject = one(TWO_TERMS)
     inner = LoadedTeacher(subject.teacher.model)
     plan = {"kind": "hidden", "dtype": "float32", "hidden": 64, "vocabulary": 259, "seed": 0}
-    return replace(subject, teacher=StoredTeacher(inner, Store(plan, None, {})))
+    return replace(subject, teacher=StoredTeacher(Store(None, Fills(plan)), inner))
 
 
 CACHED = ("bucket", "renormalize", "sampled", "hidden")

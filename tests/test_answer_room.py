@@ -58,6 +58,7 @@ def test_room_is_what_the_longest_answer_takes(learned, new, more):
         {"input_ids": columns(ids), "teacher_input_ids": columns(teacher), "labels": columns(labels)},
         np.arange(len(ids)),
         {},
+        np.zeros((len(ids), 2), np.int32),
     )
     room = documents.lengths_with_answers(new, 14)
     for own, other, label, found in zip(ids, teacher, labels, room.tolist(), strict=True):

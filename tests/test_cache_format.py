@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.row_packing import FIGURES, pack_ids, unpack_ids
 from distill.objectives.top_k_encoding import CHUNK_ELEMENTS, Encoding, encode, normalised, surplus_of
 from distill.recipe import Loss
 from distill.teachers.backends.stored import format as layout
@@ -20,11 +21,11 @@ from distill.teachers.backends.stored.settings import default_tail
 def test_stored_ids_are_read_back(vocabulary, rows, k, seed):
     ids = np.random.default_rng(seed).integers(0, vocabulary, (rows, k)).astype(np.int32)
     ids[:1, 0] = vocabulary - 1
-    low, high = layout.split_ids(ids, vocabulary)
-    assert (layout.join_ids(low, high, vocabulary) == ids).all()
-    width = low.nbytes + (0 if high is None else high.nbytes)
+    packed = pack_ids(torch.from_numpy(ids), vocabulary)
+    assert (unpack_ids(packed, vocabulary).numpy() == ids).all()
+    width = sum(tensor.nbytes for tensor in packed.values())
     plan = {"kind": "top_k", "dtype": "float16", "k": k, "vocabulary": vocabulary}
-    assert layout.bytes_a_token(plan) * rows == width + rows * 2 * (k + len(layout.FIGURES))
+    assert layout.bytes_a_token(plan) * rows == width + rows * 2 * (k + len(FIGURES))
 
 
 def head_of(rows=64, width=16, vocabulary=50, std=1.0):

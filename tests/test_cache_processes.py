@@ -12,10 +12,8 @@ from tiny import save_models
 from two_ranks import run_as_two
 
 from distill.evaluation.evaluate import HeldOut
-from distill.recipe import parse
-from distill.teachers.backends.local import LocalPlan
+from distill.teachers.backends.stored.begin import StoreFolder
 from distill.teachers.backends.stored.format import PLAN, write_signed
-from distill.teachers.backends.stored.source import StoredPlan
 
 RECIPE = """
 teacher: {model: teacher}
@@ -27,7 +25,8 @@ generate: {prompts: []}
 ALONE = ["-m", "distill"]
 TWO = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 # parts so small that there are many
-MANY_PARTS = ["-c", "from distill.caching import write; write.LEAST_ROWS = 1; from distill.cli import main; main()"]
+SMALL_PARTS = "from distill.teachers.backends.stored import epoch; epoch.LEAST_ROWS = 1"
+MANY_PARTS = ["-c", f"{SMALL_PARTS}; from distill.cli import main; main()"]
 
 
 @pytest.fixture
@@ -43,29 +42,28 @@ def start(workplace, code, *arguments):
 
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch, limit):
-    recipe = parse(RECIPE, [f"teacher.online_cache={tmp_path / 'cache'}"])
-    source, plan = StoredPlan(LocalPlan(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
+    cache, plan = StoreFolder(tmp_path / "cache", "teacher.online_cache", of_command=False), {"kind": "top_k", "k": 8}
 
     def begin():
-        source.folder.mkdir()
-        write_signed(source.folder / PLAN, plan)
+        cache.path.mkdir()
+        write_signed(cache.path / PLAN, plan)
         return plan
 
     monkeypatch.setenv("RANK", "1")
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(source._begin_apart, begin, plan)
+        early = pool.submit(cache.begin_apart, begin, plan)
         time.sleep(0.3)
-        assert not early.done() and not source.folder.exists()
+        assert not early.done() and not cache.path.exists()
         with monkeypatch.context() as first:
             first.setenv("RANK", "0")
-            assert source._begin_apart(begin, plan) == plan
+            assert cache.begin_apart(begin, plan) == plan
         assert early.result(timeout=20) == plan
     with pytest.raises(ValueError, match="k was 8, now 9"):
-        source._begin_apart(begin, plan | {"k": 9})
-    limit.setattr("distill.teachers.backends.stored.source.BEGINS_WITHIN_S", 0.2)
-    source.folder = tmp_path / "of another machine"
+        cache.begin_apart(begin, plan | {"k": 9})
+    limit.setattr("distill.teachers.backends.stored.begin.BEGINS_WITHIN_S", 0.2)
+    cache = cache._replace(path=tmp_path / "of another machine")
     with pytest.raises(ValueError, match="a folder that all machines share"):
-        source._begin_apart(begin, plan)
+        cache.begin_apart(begin, plan)
 
 
 def program(workplace, code, *arguments):

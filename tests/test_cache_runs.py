@@ -9,15 +9,15 @@ import torch
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
+from distill.commands.cache_epoch import load as load_for_cache
 from distill.data.collator import Collator
 from distill.models.loading import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.archived import maker_section
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.maker import maker_section
+from distill.teachers.backends.stored.store import Store
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
@@ -252,7 +252,7 @@ def test_the_error_of_fp8_hidden_states_is_printed(here, capsys):
     out = capsys.readouterr().out
     assert "36 bytes each" in out, "a byte for each of 32 numbers and a scale of 4 bytes"
     said = float(re.search(r"hidden states in fp8: KL\(teacher, stored\) (\S+) nats", out)[1])
-    teacher, cache = load_teacher(recipe().teacher), TeacherCache("fp8")
+    teacher, cache = load_teacher(recipe().teacher), Store("fp8")
     rows = load_for_cache(recipe()).splits.validation
     rows = [rows[number] for number in range(len(rows))]
     batch = Collator(0)(rows) | cache.look_up(rows)

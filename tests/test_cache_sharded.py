@@ -19,17 +19,17 @@ from test_parallel import gpu_of
 from tiny import save_models
 from two_ranks import run_as_two
 
-from distill.caching import write
-from distill.caching.make import load, make_cache
 from distill.cli import run_command
+from distill.commands.cache_epoch import load, make_cache
 from distill.core import ranks
 from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
+from distill.teachers.backends.stored import epoch
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.archived import section_to_load
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.store import Store
 
 RECIPE = """
 teacher: {model: teacher}
@@ -82,7 +82,7 @@ def both(folder, device, *cases):
     """Body of each of the two processes."""
     os.chdir(folder)
     torch.set_num_threads(1)
-    write.LEAST_ROWS = FEW_ROWS
+    epoch.LEAST_ROWS = FEW_ROWS
     found = {case: said_by(command(case, device, "--out", f"two-{case}")) for case in cases}
     found |= {name: said_by(command("drawn", device, *more)) for name, more in REFUSED.items()}
     found["report"] = said_by(command("drawn", device, "--report"))
@@ -122,7 +122,7 @@ def made_by_two(folder, device, cases):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as limit:
         limit.chdir(folder)
-        limit.setattr(write, "LEAST_ROWS", FEW_ROWS)
+        limit.setattr(epoch, "LEAST_ROWS", FEW_ROWS)
         limit.setattr(torch.cuda, "device_count", lambda: 1)
         if device == "cuda":
             limit.delenv("TRITON_INTERPRET", raising=False)
@@ -165,12 +165,12 @@ def hold_same(one, two, device):
     if device == "cpu":
         assert first == second
         return
-    caches = [TeacherCache(folder) for folder in (one, two)]
+    caches = [Store(folder) for folder in (one, two)]
     for key in first:
-        (shard, number), (other, its) = (cache.find(key) for cache in caches)
-        (a, b), (c, d) = caches[0].read_back(shard, number), caches[1].read_back(other, its)
+        (shard, number), (other, its) = (cache.shards.find(key) for cache in caches)
+        (a, b), (c, d) = caches[0].shards.verify(shard, number), caches[1].shards.verify(other, its)
         for name in first[key]:
-            values, others = caches[0].shards[shard][name][a:b], caches[1].shards[other][name][c:d]
+            values, others = caches[0].shards.arrays[shard][name][a:b], caches[1].shards.arrays[other][name][c:d]
             near = torch.isclose(torch.from_numpy(values).float(), torch.from_numpy(others).float(), 1e-3, 2e-3)
             assert near.double().mean() > 0.99, name
 

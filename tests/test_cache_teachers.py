@@ -11,7 +11,7 @@ from test_quantised import BITNET, saved
 from tiny import save_models, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.generation.greedy import generate
 from distill.models.layers import is_offloaded
 from distill.models.loading import load_teacher
@@ -19,8 +19,8 @@ from distill.models.quantised_checkpoints import is_quantised
 from distill.recipe import LocalTeacherConfig, parse
 from distill.run import run
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.store import Store
 
 RECIPE = """
 teacher: {model: teacher}
@@ -51,11 +51,11 @@ def cached(device, folder, *overrides, **settings):
     loaded = load(recipe)
     made = Settings(**({"k": 250, "dtype": "float32"} | settings)).checked()
     make_cache(loaded, Path(folder), made, say=lambda line: None, progress=silent)
-    return loaded, TeacherCache(folder)
+    return loaded, Store(folder)
 
 
 def contents(cache):
-    return {path.name: path.read_bytes() for path in sorted(cache.path.iterdir()) if path.is_file()}
+    return {path.name: path.read_bytes() for path in sorted(cache.folder.iterdir()) if path.is_file()}
 
 
 def hold_to(teacher, loaded, cache):
@@ -93,12 +93,12 @@ def test_an_fp8_teacher_is_cached_in_fp8(here, device):
         hold_to(teacher, loaded, cache)
         prompts = ["The teacher"]
         answers = generate(teacher, loaded.pair.tokenizer, prompts, 5)
-        assert layout.read_json(cache.path / layout.ANSWERS)["answers"] == dict(zip(prompts, answers, strict=True))
+        assert layout.read_json(cache.folder / layout.ANSWERS)["answers"] == dict(zip(prompts, answers, strict=True))
 
 
 def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):
     _, cache = cached("cpu", "begun", "teacher.dtype=fp8")
-    (cache.path / layout.MANIFEST).unlink()
+    (cache.folder / layout.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"--out: begun .* teacher\.dtype was 'fp8', now 'bfloat16'"):
         cached("cpu", "begun", "teacher.dtype=bfloat16")
     with pytest.raises(ValueError, match=r"--out: begun .* teacher\.dtype was 'fp8', now 'fp8 but 0\.mlp'"):

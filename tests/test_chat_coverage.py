@@ -8,7 +8,7 @@ from test_chat_data import all_rows, learned, load, own_cache, write  # noqa: F4
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.data import assistant_turns, rendering
+from distill.data import assistant_turns
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.rendering import Renderer
 from distill.data.sources import RowFault
@@ -377,13 +377,3 @@ def test_a_long_conversation_is_rendered_in_linear_time_and_to_the_same_spans(mo
             limit.setattr(assistant_turns, "WHOLE", 1000)
             assert ChatTemplate(source, tiny_tokenizer()).for_training(chat) == windows
         assert len(windows.examples[0].spans) == 75
-
-
-def test_a_conversation_beyond_its_budget_is_a_row_fault(limit, tokenizer):
-    limit.setattr(rendering, "CONVERSATION_CHARACTERS", 100_000)
-    with pytest.raises(RowFault, match="conversation too long: more than 100,000 characters"):
-        texts(CHAT_TEMPLATE, long_chat(400))
-    limit.setattr(rendering, "CONVERSATION_MESSAGES", 300)
-    with pytest.raises(RowFault, match="conversation too long: 400 messages"):
-        texts(CHAT_TEMPLATE, long_chat(400))
-    assert texts(CHAT_TEMPLATE, long_chat(20)), "the next conversation has a budget of its own"

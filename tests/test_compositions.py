@@ -30,7 +30,7 @@ from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.backends.stored.archived import teacher_of_cache
+from distill.teachers.backends.stored.teacher import read_only
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.registry import source_of
 
@@ -216,7 +216,7 @@ def test_two_stored_teachers_are_a_mixture(place):
             parse(f"teacher: {{model: teacher, online_cache: kept}}\n{MIXED}", ["train.steps=24"], name="filling"),
             name="filling",
         )
-        stored, other = teacher_of_cache(folder / "kept"), teacher_of_cache(folder / "kept")
+        stored, other = read_only(folder / "kept"), read_only(folder / "kept")
         recipe = parse(f"teacher: {{type: cache, path: kept}}\n{MIXED}")
         rows = list(source_of(recipe).vocabulary().read(recipe.data, 0).train)[:2]
         mixture, plain = MixtureTeacher([stored, other], [1.0, 1.0]), Collator(0)

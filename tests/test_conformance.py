@@ -25,7 +25,7 @@ from distill.objectives.hidden import HiddenFormat
 from distill.recipe import load
 from distill.teachers.backends.fp8 import Fp8Teacher
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.base import Teacher
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
@@ -175,7 +175,7 @@ def test_rows_of_two_readings_are_cut_after_a_span(place):
 
 def test_documents_of_a_cache_stay_whole(place):
     subject = examine.prepare(load("bucket.yaml"))
-    cache = TeacherCache(subject.teacher.store.path)
+    cache = Store(subject.teacher.store.folder)
     cache.require(subject.rows, "rows")
     cut = [{name: values[:-1] for name, values in row.items()} for row in subject.rows]
     with pytest.raises(ValueError, match="lacks"):

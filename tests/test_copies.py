@@ -20,7 +20,7 @@ def documents(lists, masks=None):
     offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     columns = {"input_ids": ids, "labels": np.where(trained, ids, IGNORE_INDEX).astype(np.int32)}
     columns = {name: Ragged(values, offsets) for name, values in columns.items()}
-    return Documents(columns, np.arange(len(lists), dtype=np.uint64), {})
+    return Documents(columns, np.arange(len(lists), dtype=np.uint64), {}, np.zeros((len(lists), 2), np.int32))
 
 
 def test_copies_and_beginnings_are_counted_as_a_comparison_of_all_pairs_does():

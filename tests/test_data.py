@@ -277,14 +277,10 @@ def test_a_damaged_cache_is_made_again(tmp_path, tokenizer):
 
 
 def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer):
-    path = write(
-        tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
-    )
-    template = tmp_path / "t.jinja"
-    # the row's own text is multiplied beyond the memory that a template may take: not a row's fault, which is counted
-    template.write_text("{% for m in messages %}{{ m.content * 4000000000 }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"data\.chat_template"):
-        load(path, tokenizer, chat_template=str(template))
+    rows = json.dumps([{"text": f"Row {number} is as it should be."} for number in range(300)])
+    (tmp_path / "a.json").write_text(rows[:-1])  # broken behind the first rows, which are read before all are tokenised
+    with pytest.raises(ValueError, match="is not valid JSON: it ends within the list, after item 300"):
+        load(str(tmp_path / "a.json"), tokenizer)
     assert list(cache_root().iterdir()) == []
 
 

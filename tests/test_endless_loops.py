@@ -7,10 +7,10 @@ import types
 import pytest
 from test_slow_replies import serve  # noqa: F401  (a fixture)
 
-from distill.caching import write
 from distill.core.errors import RunError, TeacherUnavailableError
 from distill.generation.function_calls import _Worker
 from distill.models.load.source import _chain
+from distill.teachers.backends.stored import epoch
 
 
 def refused(handler, after="0"):
@@ -81,9 +81,9 @@ class Stored:
 
 
 def test_processes_that_store_nothing_are_waited_for_for_so_long(limit):
-    limit.setattr(write, "LOOK_S", 0.02)
-    limit.setattr(write, "STALLED_S", 0.3)
-    write._wait_for_others(Stored(3, 3, 2, 2, 0))
-    write._wait_for_others(Stored(*range(30, -1, -1)))  # longer than that in all, but never without a document
+    limit.setattr(epoch, "LOOK_S", 0.02)
+    limit.setattr(epoch, "STALLED_S", 0.3)
+    epoch._wait_for_others(Stored(3, 3, 2, 2, 0))
+    epoch._wait_for_others(Stored(*range(30, -1, -1)))  # longer than that in all, but never without a document
     with pytest.raises(RunError, match="have stored nothing for 0 s, and 2 documents are missing"):
-        write._wait_for_others(Stored(3, 2))
+        epoch._wait_for_others(Stored(3, 2))

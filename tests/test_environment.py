@@ -14,6 +14,7 @@ from tiny import CHAT_TEMPLATE, tiny_tokenizer
 from distill.commands.arguments import plugin_override
 from distill.data.chat import ChatTemplate
 from distill.data.collator import Collator
+from distill.data.source_rows import SourceRowColumn
 from distill.generation.decode_loop import Engine, Generated
 from distill.generation.documents import documents_of
 from distill.generation.environment import ChatFormat, Environment, EnvironmentFunction, EnvironmentLog
@@ -192,6 +193,30 @@ def test_a_reward_is_given_the_whole_conversation():
     assert batch["advantages"].shape == batch["labels"].shape
     for one in given:
         assert one.answer == SCRIPT[-1] and [turn["content"] for turn in one.prompt[1::2]] == SCRIPT[:-1]
+
+
+def test_rows_of_the_same_words_have_replies_of_their_own(tmp_path):
+    """Two documents of equal tokens share a seed; the environment sees the columns of each one's row."""
+
+    def step(messages, tools, row):
+        return {"role": "tool", "content": f"row {row['number']}"}
+
+    own = environment(step, max_turns=2, folder=tmp_path)
+    own.function_input = lambda document, tokens: FunctionInput(
+        f"row {document.source_row.row}", ASKED, "", {"number": document.source_row.row}, None
+    )
+    made = OnPolicyRollouts(
+        Scripted(SCRIPT), 1.0, max_new_tokens=400, sampling=Sampling(1.0), seed=3, max_length=500, environment=own
+    )
+    prompt = ids_of(TEMPLATE.render(ASKED, prompt=True))
+    row = {"input_ids": [*prompt, 5, END], "labels": [-100] * len(prompt) + [5, END]}
+    row |= {"position_ids": list(range(len(prompt) + 2))}
+    collate = Collator(2, columns=[SourceRowColumn()])
+    (batch,) = made.replace([collate([row | {"row": [0, number, 1]} for number in range(2)])], 0, collate)
+    texts = [TOKENIZER.decode(ids) for ids in batch["input_ids"].tolist()]
+    assert ["row 0" in text for text in texts] == [True, False]
+    assert ["row 1" in text for text in texts] == [False, True]
+    assert "source_rows" not in batch, "models do not read it"
 
 
 def test_replies_are_read_again(tmp_path):

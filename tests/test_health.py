@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from distill.core.errors import RunError
 from distill.recipe import dump, parse
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.teachers.objective import DistillationObjective
 from distill.training import error_translation
 from distill.training.checkpoints import checkpoints
@@ -137,7 +137,7 @@ def a_bad_head(made, subject):
 
 
 def a_bad_cache(made, subject):
-    cache, joined = subject.teacher.store, TeacherCache.joined
+    cache, joined = subject.teacher.store, Store.joined
     cache.joined = lambda pieces: {
         name: value.float() * math.nan if name == "cached_logprobs" else value
         for name, value in joined(cache, pieces).items()

@@ -238,6 +238,25 @@ CHATS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant
 # ------------------------------------------------------------------ files that are no files
 
 
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("x" * (1 << 21), "expected at most 1,048,576 characters of template"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "no trainable tokens .* unsafe"),
+        ("{{ open('a.jsonl').read() }}", "no trainable tokens .* 'open' is undefined"),
+        ("{% include 'a.jsonl' %}", "no trainable tokens .* the chat template refuses the row"),
+    ],
+    ids=["size", "depth", "attributes", "functions", "files"],
+)
+def test_a_template_is_bounded_and_reaches_nothing(template, expected):
+    Path("t.jinja").write_text(template)
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    with pytest.raises(ValueError, match=expected) as told:
+        load_data(Data(source="a.jsonl", chat_template="t.jinja", max_length=64), tiny_tokenizer(), seed=0)
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize("name", ["pipe", "pipe.jsonl", "pipe.txt", "pipe.parquet"])
 def test_a_pipe_is_no_data_file(name):
     os.mkfifo(name)

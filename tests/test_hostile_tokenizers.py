@@ -2,15 +2,13 @@
 
 import json
 import resource
-from pathlib import Path
 
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.core import tokenizer_limits
-from distill.data.load import load_data
 from distill.models.loading import load_tokenizer
-from distill.recipe import Data, LocalTeacherConfig
+from distill.recipe import LocalTeacherConfig
 
 ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -59,26 +57,6 @@ def test_a_tokenizer_that_takes_too_long_is_ended(saved, limit):
     with_normalizer(saved, None, {"type": "Sequence", "pretokenizers": [search, BYTES]})
     with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* takes more than 0.01 s"):
         load_tokenizer(LocalTeacherConfig(model=str(saved)))
-
-
-@pytest.mark.full
-def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_its_own(saved):
-    grown = growing("", times=8)
-    grown["normalizers"][0] = {"type": "Replace", "pattern": {"Regex": "[\u1200-\u1210]"}, "content": "a" * 90}
-    with_normalizer(
-        saved,
-        {
-            "type": "Sequence",
-            "normalizers": [{"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}, *grown["normalizers"]],
-        },
-    )
-    tokenizer = load_tokenizer(LocalTeacherConfig(model=str(saved)))
-    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "a \u1200 of Ethiopia"}]))
-    with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* 8 GiB of memory for some rows") as told:
-        load_data(Data(source="a.jsonl", max_length=64), tokenizer, seed=0)
-    assert "\n" not in str(told.value)
-    Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert len(load_data(Data(source="b.jsonl", max_length=64), tokenizer, seed=0).train) > 0
 
 
 @pytest.mark.parametrize(

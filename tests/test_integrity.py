@@ -22,7 +22,7 @@ from distill.cli import run_command
 from distill.core.files import atomic_folder, atomic_path, write_text
 from distill.core.manifest import MANIFEST
 from distill.recipe import parse
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.training.checkpoints import checkpoint_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,7 +192,7 @@ def test_a_run_is_not_taught_by_what_was_not_written(workplace, capsys):
 def test_a_manifest_of_other_types_is_a_line(workplace, text):
     (workplace / "said/manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"damaged"):
-        TeacherCache("said")
+        Store("said")
 
 
 # ------------------------------------------------------------------ written once

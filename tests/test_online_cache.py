@@ -18,7 +18,7 @@ from distill.recipe import parse
 from distill.run import run
 from distill.teachers.backends import local as model
 from distill.teachers.backends.stored import store as store
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.training.progress import read_metrics
 
 RECIPE = """
@@ -238,10 +238,10 @@ def test_stored_outputs_are_used(here, asked, unloaded):
     Path("half.txt").write_text("\n".join(Path("text.txt").read_text().splitlines()[:20]))
     half = ["data.source=half.txt", "--hidden", "--dtype", "float32", "--out", "half"]
     assert run_command(["cache", "tiny.yaml", *half]) == 0
-    before = TeacherCache("half").stored
+    before = Store("half").shards.positions
     count = sum(asked)
     run(recipe("teacher.online_cache=half"), name="extended")
-    assert 0 < sum(asked) - count < everything and TeacherCache("half").stored > before
+    assert 0 < sum(asked) - count < everything and Store("half").shards.positions > before
     assert run_command(["verify", "half"]) == 0
     unloaded()
     run(recipe("teacher.online_cache=half", "train.epochs=1"), name="read")
@@ -336,8 +336,8 @@ def test_two_processes_store_for_each_other(here, asked, unloaded):
     epoch = [row["loss"] for row in plain if "loss" in row], [row["loss"] for row in two if "loss" in row]
     half = len(epoch[0]) // 2
     assert epoch[0][:half] == epoch[1][:half] and epoch[0] == pytest.approx(epoch[1], rel=1e-5)
-    cache = TeacherCache("kept")
-    assert len(cache.shards) >= 3 and run_command(["verify", "kept"]) == 0
+    cache = Store("kept")
+    assert len(cache.shards.arrays) >= 3 and run_command(["verify", "kept"]) == 0
     unloaded()
     run(recipe("train.tokens_per_step=256"), name="alone")
     assert losses(type("R", (), {"folder": Path("runs/alone")})) == pytest.approx(epoch[1], rel=1e-5)
@@ -349,9 +349,9 @@ def test_two_processes_with_a_teacher_in_shards(here):
     Path("more.txt").write_text(Path("text.txt").read_text() + "\nAnd one line more than there was.\nAnd another one.")
     sharded = ["parallel={strategy: fsdp, teacher: sharded}", "train.tokens_per_step=256", "generate.prompts=[]"]
     run_as_two("-m", "distill", "run", "tiny.yaml", *sharded, "--name", "two", cwd=here)
-    before = TeacherCache("kept").stored
+    before = Store("kept").shards.positions
     run_as_two("-m", "distill", "run", "tiny.yaml", *sharded, "data.source=more.txt", "--name", "more", cwd=here)
-    assert TeacherCache("kept").stored > before and run_command(["verify", "kept"]) == 0
+    assert Store("kept").shards.positions > before and run_command(["verify", "kept"]) == 0
 
 
 def test_a_second_run_reads_while_the_first_stores(here, asked):

@@ -14,7 +14,7 @@ from two_ranks import run_as_two
 from distill.cli import run_command
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.training.progress import read_metrics
 
 SENT = {
@@ -126,7 +126,7 @@ def test_two_processes_store_for_each_other(place, url, here, asked):
     run_as_two("-m", "distill", "run", "two.yaml", "--name", "plain", "teacher.online_cache=null", cwd=here)
     plain, kept = (read_metrics(Path(f"runs/{name}/metrics.jsonl")) for name in ("plain", "kept"))
     assert [row["loss"] for row in kept if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
-    assert TeacherCache("kept").stored and run_command(["verify", "kept"]) == 0
+    assert Store("kept").shards.positions and run_command(["verify", "kept"]) == 0
     asked.clear()
     run(recipe(place, url, "train.tokens_per_step=192", "teacher.online_cache=kept"), name="alone")
     assert not asked

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.data.collator import Collator, valid_rows
-from distill.data.packing import Documents, Ragged, best_fit
+from distill.data.packing import ROW, Documents, Ragged, best_fit
 
 LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=60)
 
@@ -22,13 +22,14 @@ def make_documents(lengths, seed=0, learned=0.7):
     labels = np.where(random.random(offsets[-1]) < learned, ids, IGNORE_INDEX).astype(np.int32)
     labels[offsets[:-1]] = IGNORE_INDEX
     columns = {"input_ids": Ragged(ids, offsets), "labels": Ragged(labels, offsets)}
-    return Documents(columns, np.arange(len(lengths), dtype=np.uint64), {})
+    source_rows = np.stack([np.arange(len(lengths)), offsets[1:]], 1).astype(np.int32)
+    return Documents(columns, np.arange(len(lengths), dtype=np.uint64), {}, source_rows).with_row_column(7)
 
 
 def as_rows(documents, groups, **options):
     rows = []
     for batch in documents.rows(groups, **options):
-        columns = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+        columns = {name: batch[name] for name in ("input_ids", "labels", "position_ids", ROW)}
         for number in range(len(batch["input_ids"].lengths)):
             numbers = np.array([number])
             rows.append({name: column.take(numbers)[0].tolist() for name, column in columns.items()})
@@ -50,6 +51,8 @@ def test_packing_keeps_every_token_once_and_documents_whole(lengths, seed, token
         starts = [i for i, position in enumerate(row["position_ids"]) if position == 0] + [len(row["input_ids"])]
         found = [tuple(row["input_ids"][a:b]) for a, b in itertools.pairwise(starts)]
         assert set(found) <= whole
+        numbers = [int(np.flatnonzero(ids[offsets[:-1]] == document[0])[0]) for document in found]
+        assert row[ROW] == [n for number in numbers for n in (7, number, int(offsets[number + 1]))]
         for start, end in itertools.pairwise(starts):
             assert row["position_ids"][start:end] == list(range(end - start))
             assert row["labels"][start] == IGNORE_INDEX

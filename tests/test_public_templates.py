@@ -140,10 +140,8 @@ def faults_of(template, messages, tools, stops):
     for example in made.examples:
         assert example.spans == sorted(example.spans) and all(a < b for a, b in example.spans)
         parts = [example.text[a:b] for a, b in example.spans]
-        if len(example.turns) == len(parts):
-            learned |= dict(zip(example.turns, parts, strict=True))
-        else:
-            learned |= dict.fromkeys(example.turns, "".join(parts))
+        for turn, part in zip(example.turns, parts, strict=True):
+            learned[turn] = learned.get(turn, "") + part
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -270,7 +268,7 @@ def test_what_is_learned_is_what_the_markers_of_trls_variants_set_off():
             except (RowFault, TemplateError):
                 continue
             for example in examples:
-                (turn,) = example.turns
+                (turn,) = set(example.turns)
                 text, marks = theirs.raw(theirs.adapter(messages[: turn + 1]), tools, mark=True)
                 earlier = theirs.raw(theirs.adapter(messages[:turn]), tools, mark=True).spans
                 parts = [text[a:b] for a, b in merge_ranges(marks)[len(merge_ranges(earlier)) :]]

@@ -6,18 +6,20 @@ import sys
 import time
 
 import pytest
-from test_on_policy import COLLATE
 from tiny import tiny_tokenizer
 
 from distill.core.launch import is_running
+from distill.data.collator import Collator
 from distill.data.load import load_data
-from distill.generation.documents import documents_of
+from distill.data.source_rows import SourceRowColumn
+from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.environment import EnvironmentFunction
 from distill.generation.function_calls import Call, FunctionInput, RewardFunction
 from distill.generation.reward_rows import rewards_from_recipe
 from distill.generation.stopping import response_text
 from distill.recipe import parse
 
+COLLATE_ROWS = Collator(2, columns=[SourceRowColumn()])
 TERM = {"type": "policy_gradient", "reward": "mine.py:mine"}
 
 # ------------------------------------------------------------------ calls
@@ -175,7 +177,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
     recipe = parse(ROWS, [f"data={json.dumps(section)}"])
     tokenizer = tiny_tokenizer()
     splits = load_data(recipe.data, tokenizer, seed=0)
-    documents = documents_of(COLLATE([*splits.train, *splits.validation]))
+    documents = documents_of(COLLATE_ROWS([*splits.train, *splits.validation]))
     return documents, rewards_from_recipe(recipe, tokenizer, b"", [tokenizer.eos_token_id]).function_input, tokenizer
 
 
@@ -242,14 +244,35 @@ def test_prompts_without_responses_have_rows_too(tmp_path):
     assert all(each.prompt == each.row["messages"] for each in found)
 
 
-def test_ambiguous_rows_are_refused(tmp_path):
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_of_equal_prompts_and_completions_keep_their_own_columns(tmp_path, packing):
     same = {"prompt": "Say it.", "completion": "it"}
-    rows = [{**same, "right": 1}, {**same, "right": 2}, *({"prompt": f"No {n}.", "completion": "x"} for n in range(4))]
-    documents, question, _ = table(tmp_path, rows)
-    doubtful = [d for d in documents if sum(d.prompt == other.prompt for other in documents) == 2]
-    assert len(doubtful) == 2
-    for document in doubtful:
-        with pytest.raises(ValueError, match=r"row 0 of .* and row 1 of .* with the same prompt and other columns"):
-            question(document, [5])
-    documents, question, _ = table(tmp_path, [{**same, "right": 1}] * 2 + rows[2:])
-    assert {question(document, [5]).row.get("right") for document in documents} == {1, None}
+    rows = [{**same, "right": n} for n in range(4)] + [{"prompt": f"No {n}.", "completion": "x"} for n in range(4)]
+    documents, question, _ = table(tmp_path, rows, packing=packing)
+    assert len(documents) == 8
+    rights = [question(document, [5]).row.get("right", 9) for document in documents]
+    assert sorted(rights) == [0, 1, 2, 3, 9, 9, 9, 9]
+    for document in documents:
+        found = question(document, [5])
+        assert (found.row.get("right") is None) == (found.row["prompt"] != "Say it.")
+        assert found.location == f"row {document.source_row.row} of {tmp_path / 'rows.jsonl'}"
+
+
+def test_a_row_is_found_in_its_source_and_after_responses_were_replaced(tmp_path):
+    """Of two sources with equal rows, through packing, a rollout, and the batch that is made of its row."""
+    for name in "ab":
+        rows = [{"prompt": f"Say {n}.", "completion": "it", "right": f"{name}{n}"} for n in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{"source": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    documents, question, _ = table(tmp_path, rows, source=None, sources=sources, packing=True)
+    by_right = {question(document, [5]).row["right"]: document for document in documents}
+    assert len(by_right) > 6 and {name[0] for name in by_right} == {"a", "b"}
+    replaced = [document.with_response(document.prompt, [7, 8]) for document in documents]
+    padding = Document([0, 0], [-100, -100], 0)
+    again = documents_of(COLLATE_ROWS([as_row([*replaced, padding]), as_row(replaced[:1])]))
+    assert [question(document, [5]).row["right"] for document in again] == [*by_right, next(iter(by_right))]
+
+
+def test_rows_that_a_reward_needs_are_in_the_data(tmp_path):
+    with pytest.raises(ValueError, match="rows: expected row, the source, row and message of each document"):
+        COLLATE_ROWS([{"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}])

@@ -9,7 +9,7 @@ from served import opened, serving
 from subjects import Silent, informed, routed_informed
 from tiny import save_models, tiny_model
 
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.data.collator import Collator
 from distill.doctor.examine import examine
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens

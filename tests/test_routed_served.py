@@ -11,7 +11,7 @@ from served import opened, serving
 from subjects import Silent
 from tiny import save_models
 
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.commands.validate import path_notes
 from distill.core.errors import RunError
 from distill.data.collator import Collator

@@ -155,15 +155,16 @@ def test_only_tables_lose_nulls_of_arguments_and_schemas(tmp_path, suffix):
     from test_row_layouts import written
 
     from distill.data.formats import Format
+    from distill.data.source_rows import store_rows
     from distill.data.sources import open_source
-    from distill.generation.reward_rows import _as_json, _from_json
 
     call = {"type": "function", "function": {"name": "look", "arguments": {"place": "Oslo", "unit": None}}}
     other = {"type": "function", "function": {"name": "look", "arguments": {"place": "Rome", "unit": "C"}}}
     chat = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call, other]}]
-    (row,) = open_source(str(written(json.dumps({"messages": chat}), suffix, tmp_path))).rows()
+    source = open_source(str(written(json.dumps({"messages": chat}), suffix, tmp_path)))
+    (row,) = source.rows()
     expected = {"place": "Oslo"} if suffix == "parquet" else {"place": "Oslo", "unit": None}
-    for one in (row, _from_json(_as_json(row))):  # as it is read, and as a reward's row is kept
+    for one in (row, store_rows(source, max_rows=None, cache=False)[0]):  # as it is read, and as a reward's row is kept
         message = Format("chat", {"messages": "messages"}).sample(one).messages[-1]
         assert message["tool_calls"][0]["function"]["arguments"] == expected
 

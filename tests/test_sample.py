@@ -7,10 +7,10 @@ import sys
 import pytest
 from tiny import save_models, tiny_model, tiny_tokenizer
 
-from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
 from distill.data.chat import load_template
 from distill.data.load import load_data
+from distill.evaluation.sample import AnswerSettings, sample
 from distill.generation.prompts import read_prompts
 from distill.generation.sampling import Sampling
 from distill.recipe import parse

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
-from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.data.sampled_rows import COLUMNS, OTHER_TOKENS
+from distill.data.source_rows import SourceRowColumn
+from distill.evaluation.sample import AnswerSettings, sample
 from distill.generation.documents import documents_of
 from distill.generation.reward_rows import row_table_from_recipe
 from distill.generation.sampling import Sampling
@@ -404,7 +405,7 @@ def test_rewards_find_the_rows_of_sampled_answers(place):
     recipe = parse(RECIPE, ["data.on_policy={samples: 2, max_new_tokens: 4}", "data.packing=false"])
     splits = load_data(recipe.data, tokenizer, seed=0)
     table = row_table_from_recipe(recipe, tokenizer, [tokenizer.eos_token_id])
-    found = documents_of(Collator(2)([*splits.train, *splits.validation]))
+    found = documents_of(Collator(2, columns=[SourceRowColumn()])([*splits.train, *splits.validation]))
     assert len(found) == len(rows)
     for document in found:
         answer = document.ids[len(document.prompt) :]

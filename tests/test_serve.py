@@ -13,6 +13,7 @@ from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, 
 from tiny import tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.objectives.row_packing import unpack_ids
 from distill.objectives.top_k_encoding import Encoding, encode
 from distill.serving import engine as engine_file
 from distill.serving.engine import Engine, Job, Options
@@ -24,13 +25,12 @@ from distill.teachers.backends.served.protocol import (
     ProtocolError,
     TargetRequest,
     documents,
-    fp8_rows,
     head_hash,
     hidden_of,
+    packed_rows,
     parts_of,
     read_body,
     tensors_of,
-    unpack_ids,
 )
 
 TOKEN = "a-token-of-more-than-sixteen"
@@ -123,7 +123,7 @@ def test_the_error_of_fp8_transfer_is_that_of_the_identity(engine, url):
     logp, logq = ((h @ engine.weights.weight.T).log_softmax(-1) for h in (plain, sent))
     cost = float((logp.exp() * (logp - logq)).sum(-1).mean())
     assert 0.2 < cost / engine.identity.notes["fp8_kl"] < 5
-    zeros = fp8_rows(torch.zeros(2, 8))
+    zeros = packed_rows(torch.zeros(2, 8), "fp8")
     assert torch.equal(hidden_of(zeros, torch.float32), torch.zeros(2, 8))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import save_models, tiny_model, tiny_tokenizer
 
-from distill.caching.sample import AnswerSettings, sample
+from distill.evaluation.sample import AnswerSettings, sample
 from distill.generation import decode_loop
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine

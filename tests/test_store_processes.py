@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from forked import Forked, clean_environment
@@ -22,8 +23,10 @@ from tiny import save_models
 
 from distill.cli import run_command
 from distill.core.tensor_files import write_tensors
-from distill.teachers.backends.stored.format import PLAN, read_json, shard_path
-from distill.teachers.backends.stored.store import PART, Store
+from distill.models.precision.host_copy import HostCopy
+from distill.teachers.backends.stored.contents import Piece, write_part
+from distill.teachers.backends.stored.format import KEY_BYTES, PART, PLAN, Document, read_json, shard_path
+from distill.teachers.backends.stored.store import Fills, Store
 
 RECIPE = """
 teacher: {model: teacher, online_cache: kept}
@@ -167,13 +170,32 @@ def test_a_store_is_read_while_another_process_renames_its_parts(store):
     writer = threading.Thread(target=rename)
     writer.start()
     try:
-        found = Store(plan, store, {}, all_parts=True)
+        found = Store(store, Fills(plan, all_parts=True))
         for _ in range(60):
-            found._map()
-            for shard, number in filter(None, map(found.find, keys)):
-                found.read_back(shard, number)
+            found.shards.map()
+            for shard, number in filter(None, map(found.shards.find, keys)):
+                found.shards.verify(shard, number)
     finally:
         ended.set()
         writer.join()
-    found._map()
+    found.shards.map()
     assert all(found.has(key) for key in keys)
+
+
+def test_a_document_that_is_read_ahead_stays_that_document_when_shards_are_mapped_anew(tmp_path):
+    """A part of a lower rank comes before those that were there, and all numbers of shards change."""
+    plan = {"kind": "hidden", "dtype": "float32", "hidden": 2}
+    first, second = (Document(bytes([n]) * KEY_BYTES, 0, 4, np.arange(3)) for n in (1, 2))
+    outputs = {document.key: torch.randn(3, 2) for document in (first, second)}
+
+    def write(rank, document):
+        piece = Piece(HostCopy({"hidden": outputs[document.key]}), 0, 3)
+        write_part(tmp_path / f"{PART}{rank:04d}-00000.safetensors", [document.key], [piece])
+
+    write(1, first)
+    store = Store(tmp_path, Fills(plan, all_parts=True))
+    read = store.gather([[first]])
+    write(0, second)
+    store.shards.map()
+    assert torch.equal(read()["cached_hidden"], outputs[first.key])
+    assert torch.equal(store.gather([[second]])()["cached_hidden"], outputs[second.key])

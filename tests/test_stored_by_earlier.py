@@ -17,7 +17,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.store import Store
 from distill.training.progress import read_metrics
 
 RECIPE = """
@@ -66,15 +66,16 @@ def test_a_run_that_was_begun_is_gone_on_with(here, teacher_batches):
     some = len(teacher_batches)
     shutil.rmtree("kept-begun")
     losses_of("teacher.online_cache=kept-begun", name="anew")
-    assert 0 < some < len(teacher_batches) - some and TeacherCache("kept-begun").stored == TeacherCache("kept").stored
+    assert 0 < some < len(teacher_batches) - some
+    assert Store("kept-begun").shards.positions == Store("kept").shards.positions
 
 
 def documents(folder):
     """Stored hidden states of each document, by its key."""
-    cache = TeacherCache(folder)
+    cache = Store(folder)
     return {
         shard["keys"][n].tobytes(): shard["hidden"][slice(*shard["offsets"][n : n + 2])]
-        for shard in cache.shards
+        for shard in cache.shards.arrays
         for n in range(len(shard["keys"]))
     }
 
@@ -85,7 +86,7 @@ def test_a_cache_that_was_begun_is_finished(here, capsys):
     Path("tiny.yaml").write_text(RECIPE)
     assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "float32", "--out", "hidden-begun", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["cache"]["positions"] == TeacherCache("hidden").stored
+    assert found["cache"]["positions"] == Store("hidden").shards.positions
     whole, finished = documents("hidden"), documents("hidden-begun")
     assert whole.keys() == finished.keys()
     for key, hidden in whole.items():

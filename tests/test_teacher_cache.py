@@ -15,16 +15,16 @@ from helpers import assert_as_good_as_torch, stored_documents
 from tiny import save_models, tiny_model
 from torch.nn import functional as F
 
-from distill.caching.error import measure, take_sample
-from distill.caching.make import load, make_cache
+from distill.commands.cache_epoch import load, make_cache
 from distill.core.manifest import SUM, with_checksum
 from distill.data.collator import Collator
+from distill.evaluation.cache_error import measure
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.archived import teacher_of_cache
-from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import teacher_cache as bench
 
@@ -63,7 +63,7 @@ def silent(total):
 def write(loaded, folder, progress=silent, **settings):
     made = Settings(**settings).checked()
     make_cache(loaded, Path(folder), made, say=lambda line: None, progress=progress)
-    return TeacherCache(folder)
+    return Store(folder)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def teacher_of(loaded):
 
 
 def cached(loaded, cache, loss, dtype=torch.float32):
-    return DistillationObjective(teacher_of_cache(cache), copy.deepcopy(loaded.pair.student).to(dtype), loss)
+    return DistillationObjective(StoredTeacher(cache), copy.deepcopy(loaded.pair.student).to(dtype), loss)
 
 
 def differentiate(objective, rows, **collator):
@@ -111,9 +111,9 @@ def test_size_is_as_promised(bucket):
     assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 151_936}) == 278
     payload = 0
     for number in range(len(bucket.manifest["shards"])):
-        arrays = layout.map_tensors(layout.shard_path(bucket.path, number))
+        arrays = layout.map_tensors(layout.shard_path(bucket.folder, number))
         payload += sum(a.nbytes for name, a in arrays.items() if name not in layout.DOCUMENTS)
-    assert payload == bucket.stored * layout.bytes_a_token(bucket.manifest)
+    assert payload == bucket.shards.positions * layout.bytes_a_token(bucket.manifest)
     assert len(bucket.manifest["shards"]) > 3
 
 
@@ -165,7 +165,7 @@ def test_bucket_equals_the_loss_by_hand(loaded, bucket):
 def test_equal_models_have_no_loss(loaded, bucket, exact):
     for cache in (bucket, exact):
         student = copy.deepcopy(teacher_of(loaded)).requires_grad_()
-        objective = DistillationObjective(teacher_of_cache(cache), student, Loss(temperature=2.0))
+        objective = DistillationObjective(StoredTeacher(cache), student, Loss(temperature=2.0))
         batch = Collator(0, columns=objective.teacher.columns)(some(loaded))
         with torch.no_grad():
             found = objective.student(**objective.student_inputs(batch))["loss"]
@@ -179,7 +179,7 @@ def test_held_out_figures_from_sampled_tokens_are_those_of_the_loaded_teacher(lo
     wanted = evaluate(student, teacher_of(loaded), rows)
     found = {}
     for name, stored in (("sampled", cache), ("bucket", bucket)):
-        teacher = teacher_of_cache(stored)
+        teacher = StoredTeacher(stored)
         objective = DistillationObjective(teacher, student, Loss(temperature=2.0))
         found[name] = evaluate(student, teacher, rows, objective=objective)
         same = ("tokens", "student_cross_entropy", "teacher_cross_entropy", "teacher_entropy", "student_entropy")
@@ -300,14 +300,14 @@ def test_killed_and_resumed_equals_undisturbed(loaded, bucket, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(loaded, folder, progress=dies, k=8, shard_bytes=SMALL_SHARD)
     with pytest.raises(ValueError, match="unfinished"):
-        TeacherCache(folder)
+        Store(folder)
     kept = stored_documents(folder)
     assert 0 < len(kept) < bucket.manifest["documents"]
     with pytest.raises(ValueError, match=r"--out: .* k was 8, now 9"):
         write(loaded, folder, k=9, shard_bytes=SMALL_SHARD)
     write(loaded, folder, k=8, shard_bytes=SMALL_SHARD)
     assert stored_documents(folder).items() >= kept.items() and stored_documents(folder) == stored_documents(
-        bucket.path
+        bucket.folder
     )
 
 
@@ -316,7 +316,7 @@ def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     folder.mkdir()
-    shutil.copy(bucket.path / layout.PLAN, folder)  # as if the first had begun
+    shutil.copy(bucket.folder / layout.PLAN, folder)  # as if the first had begun
     assert make_cache(loaded, folder, made, say=print, progress=silent) is None  # nor does it wait for more
     (folder / layout.PLAN).unlink()
     written = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".lock"]
@@ -338,7 +338,9 @@ def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch
     second.start()
     manifest = make_cache(loaded, folder, made, say=lambda line: None, progress=counts)
     second.join()
-    assert stored_documents(folder) == stored_documents(bucket.path) and manifest["positions"] == bucket.stored
+    assert (
+        stored_documents(folder) == stored_documents(bucket.folder) and manifest["positions"] == bucket.shards.positions
+    )
 
 
 def test_a_small_disk_is_refused_before_anything_is_written(loaded, tmp_path, monkeypatch):
@@ -361,7 +363,7 @@ def test_other_mistakes_are_named(loaded, bucket, tmp_path):
     with pytest.raises(ValueError, match="holds no cache"):
         write(loaded, tmp_path / "full")
     with pytest.raises(ValueError, match=r"teacher\.path: no cache"):
-        TeacherCache(tmp_path / "full")
+        Store(tmp_path / "full")
     for terms, message in (
         ([{"type": "jsd"}], "got 1 jsd; a cache made with --hidden"),
         ([{"type": "forward_kl"}, {"type": "reverse_kl"}], "got 1 forward_kl"),
@@ -374,23 +376,23 @@ def test_other_mistakes_are_named(loaded, bucket, tmp_path):
 
 def test_damaged_caches_are_detected(bucket, tmp_path):
     folder = tmp_path / "cache"
-    shutil.copytree(bucket.path, folder)
+    shutil.copytree(bucket.folder, folder)
     shard = layout.shard_path(folder, 1)
     shard.write_bytes(shard.read_bytes()[:-4])
     with pytest.raises(ValueError, match="is damaged"):
-        TeacherCache(folder)
+        Store(folder)
     shard.unlink()
     with pytest.raises(ValueError, match="is missing"):
-        TeacherCache(folder)
+        Store(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest[SUM]
     (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest | {"version": 99})))
     with pytest.raises(ValueError, match="expected a cache of version 1, got 99"):
-        TeacherCache(folder)
+        Store(folder)
 
 
 def test_reported_errors_fall_with_k(loaded):
-    sample = take_sample(loaded, 64)
+    sample = loaded.sample(64)
     assert len(sample.labels) == 64
     rows = measure(sample, temperature=1.0, ks=(8, 64, 256), dtype=torch.float32)
     assert [(row.k, row.tail) for row in rows][:3] == [(8, "bucket"), (8, "renormalize"), (8, "sampled")]

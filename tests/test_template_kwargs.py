@@ -6,11 +6,11 @@ import pytest
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
 
-from distill.caching.sample import AnswerSettings, sample
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.chat import ChatOptions, ChatTemplate, load_template, template_kwargs_of, template_of
 from distill.data.load import load_data
 from distill.data.rows import RowFault
+from distill.evaluation.sample import AnswerSettings, sample
 from distill.generation.environment import ChatFormat, Environment, EnvironmentLog
 from distill.generation.function_calls import FunctionInput
 from distill.generation.greedy import encode_prompt
@@ -281,7 +281,7 @@ def test_samples_are_generated_after_the_models_own_prompt(models, tmp_path, who
         seen.extend(tokenizer.decode(prompt.ids) for prompt in found.prompts)
         return found
 
-    monkeypatch.setattr("distill.caching.sample.read_prompts", noted)
+    monkeypatch.setattr("distill.evaluation.sample.read_prompts", noted)
     source = write(tmp_path / "prompts.jsonl", [row(1), row(2, chat_template_kwargs={"effort": "low"})])
     out = tmp_path / "out.jsonl"
     sample(recipe, source, out, who=who, settings=AnswerSettings(max_new_tokens=2))

@@ -70,7 +70,7 @@ def cache(
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         raise typer.Exit(launch.restart(processes))
-    from distill.caching.make import load, make_cache, ready
+    from distill.commands.cache_epoch import load, make_cache, ready
 
     first = ranks.is_main_process()
     quiet = as_json or not first
@@ -98,10 +98,10 @@ def cache(
                 "the error of what is stored is not measured: it takes hidden states of the student's tokenizer"
             )
     elif wanted:
-        from distill.caching.error import KS, measure, rounding, take_sample
+        from distill.evaluation.cache_error import KS, measure, rounding
 
         with contextlib.nullcontext() if quiet else console.spinner("measuring the error of top-K targets"):
-            sample = take_sample(loaded)  # a sharded teacher needs all ranks
+            sample = loaded.sample()  # a sharded teacher needs all ranks
             del loaded  # both models leave the device
             gc.collect()
             if first and hidden:
@@ -136,7 +136,7 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
     """Return whether the teacher has to be sharded over the GPUs, even if it is only measured."""
     import torch
 
-    from distill.caching.make import recipe_to_store
+    from distill.commands.cache_epoch import recipe_to_store
     from distill.planning.cache_memory import plan_caching
 
     return plan_caching(recipe_to_store(recipe), torch.device("cuda", 0), processes, batch_size).teacher_sharded

@@ -74,12 +74,12 @@ def sample(
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if who is Role.teacher and processes > 1:
         require_command(resolved, "sample --from teacher")
-        from distill.caching.sample import answers_in_shards
+        from distill.evaluation.sample import answers_in_shards
 
         if answers_in_shards(resolved, processes, batch_size, max_new_tokens):
             raise typer.Exit(launch.restart(processes))
-    from distill.caching.sample import AnswerSettings
-    from distill.caching.sample import sample as run
+    from distill.evaluation.sample import AnswerSettings
+    from distill.evaluation.sample import sample as run
     from distill.generation.sampling import Sampling
 
     first = ranks.is_main_process()

@@ -231,35 +231,31 @@ def _cache(folder: Path) -> Iterator[Line]:
 
     from distill.core.manifest import first_damaged_file
     from distill.teachers.backends.stored.format import MANIFEST, PLAN, read_json
-    from distill.teachers.backends.stored.read import Shards, TeacherCache
-    from distill.teachers.backends.stored.store import Store
+    from distill.teachers.backends.stored.store import Fills, Store
 
     yield _line(PLAN, lambda: f"{(read_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
     try:
-        cache: Shards
         complete = (folder / MANIFEST).is_file()
-        if complete:
-            cache = TeacherCache(folder)
-        else:
-            cache = Store(read_json(folder / PLAN) or {}, folder, {}, all_parts=True)
+        store = Store(folder, None if complete else Fills(read_json(folder / PLAN) or {}, all_parts=True))
     except (ValueError, KeyError) as error:
         yield folder.name, str(error), False
         return
+    shards = store.shards
     if complete:
-        fault = first_damaged_file(folder, cache.manifest.get("files", {}))
-        text = f"version {cache.manifest['version']}, {plural(cache.stored, 'position')}"
+        fault = first_damaged_file(folder, store.manifest.get("files", {}))
+        text = f"version {store.manifest['version']}, {plural(shards.positions, 'position')}"
         yield "files", fault or text, fault is None
     else:
-        yield folder.name, f"incomplete: {plural(cache.stored, 'position')} so far", True
+        yield folder.name, f"incomplete: {plural(shards.positions, 'position')} so far", True
 
     def shard(number: int) -> str:
-        arrays = cache.shards[number]
+        arrays = shards.arrays[number]
         for document in range(len(arrays["keys"])):
-            start, stop = cache.read_back(number, document)
+            start, stop = shards.verify(number, document)
             for name in ("logprobs", "hidden"):
                 if name in arrays and arrays[name].dtype.kind == "f" and np.isnan(arrays[name][start:stop]).any():
                     raise ValueError(f"{name} of document {document} contain NaN")
         return plural(len(arrays["keys"]), "document")
 
-    for number in range(len(cache.shards)):
-        yield _line(cache.file_of(number).name, lambda number=number: shard(number))  # type: ignore[misc]
+    for number, name in enumerate(shards.names):
+        yield _line(name, lambda number=number: shard(number))  # type: ignore[misc]

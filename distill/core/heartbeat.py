@@ -123,15 +123,15 @@ def _failure(error: BaseException) -> dict[str, object] | None:
 class _Beat(NamedTuple):
     """Last heartbeat of a rank, with the times at which its two counts changed, by this rank's clock."""
 
-    count: int
+    beats: int
     begun: int
-    counted_at: float
+    beaten_at: float
     begun_at: float
 
-    def next(self, count: int, begun: int, now: float) -> _Beat:
-        counted_at = self.counted_at if count == self.count else now
+    def next(self, beats: int, begun: int, now: float) -> _Beat:
+        beaten_at = self.beaten_at if beats == self.beats else now
         begun_at = self.begun_at if begun == self.begun else now
-        return _Beat(count, begun, counted_at, begun_at)
+        return _Beat(beats, begun, beaten_at, begun_at)
 
 
 class Heartbeat:
@@ -209,6 +209,7 @@ class Heartbeat:
         os._exit(int(str(end["code"])))  # the main thread waits for that rank in a collective
 
     def _end_of_another(self, store: Store) -> dict[str, object] | None:
+        """Return why another rank has ended, stopped or hangs; None where none has."""
         if store.check([FAILED]):
             end: dict[str, object] = json.loads(store.get(FAILED))
             return end if end["rank"] != self.rank else None
@@ -218,22 +219,24 @@ class Heartbeat:
         for rank in range(1, world_size()) if self.rank == 0 else range(1):
             if not store.check([f"beat/{rank}"]) or store.check([f"done/{rank}"]):
                 continue
-            count, begun, pid, host = store.get(f"beat/{rank}").decode().split(" ", 3)
-            beat = self._beat_of(rank, int(count), int(begun), now)
+            beats, begun, pid, host = store.get(f"beat/{rank}").decode().split(" ", 3)
+            beat = self._beat_of(rank, int(beats), int(begun), now)
             fault = None
             if host == socket.gethostname() and not is_running(int(pid)):
                 fault = "is gone"
-            elif now - beat.counted_at > SILENT_S:
-                fault = f"has sent no heartbeat for {now - beat.counted_at:.0f} s: stopped, or its machine is down"
+            elif now - beat.beaten_at > SILENT_S:
+                fault = f"has sent no heartbeat for {now - beat.beaten_at:.0f} s: stopped, or its machine is down"
             elif beat.begun < own.begun and now - max(beat.begun_at, own.begun_at) > STALLED_S:
                 stalled = now - beat.begun_at
                 fault = f"hangs: for {stalled:.0f} s it has not begun a micro-batch that another rank has begun"
             if fault is not None:
-                return {"rank": rank, "text": f"process {pid} on {host} {fault}", "code": 1}
+                found = {"rank": rank, "text": f"process {pid} on {host} {fault}", "code": 1}
+                store.set(FAILED, json.dumps(found))  # the others read it while this rank waits for `GRACE_S`
+                return found
         return None
 
-    def _beat_of(self, rank: int, count: int, begun: int, now: float) -> _Beat:
-        beat = self._seen.get(rank, _Beat(count, begun, now, now)).next(count, begun, now)
+    def _beat_of(self, rank: int, beats: int, begun: int, now: float) -> _Beat:
+        beat = self._seen.get(rank, _Beat(beats, begun, now, now)).next(beats, begun, now)
         self._seen[rank] = beat
         return beat
 

@@ -50,7 +50,7 @@ class RenderedChat(NamedTuple):
     Attributes:
         text: Rendered text.
         spans: Character ranges to train on, in order, not overlapping.
-        turns: Indices of the messages in these ranges.
+        turns: Index of each range's message: a template may write one message in several ranges.
     """
 
     text: str
@@ -69,6 +69,7 @@ class Turns:
         """Return the whole conversation as one example; None where a turn's text differs from that of inference."""
         text = self._renderer.raw(messages, tools).text
         spans = []
+        turn_of_span = []
         for number, turn, end, place in self._located(messages, tools, turns):
             piece = turn.text[end:]
             is_last = number == len(messages) - 1
@@ -79,7 +80,8 @@ class Turns:
             if not text.startswith(piece, place):
                 return None
             spans += [(start - end + place, stop - end + place) for start, stop in turn.spans]
-        return RenderedChat(text, spans, list(turns))
+            turn_of_span += [number] * len(turn.spans)
+        return RenderedChat(text, spans, turn_of_span)
 
     def each(
         self, messages: Sequence[Message], tools: Tools, turns: Sequence[int], fits: Callable[[str], bool] | None = None
@@ -97,7 +99,7 @@ class Turns:
                 if not fits(turn.text[:length]):
                     return
                 tried = LARGER * length
-            yield RenderedChat(turn.text, turn.spans, [number])
+            yield RenderedChat(turn.text, turn.spans, [number] * len(turn.spans))
 
     def turn(self, messages: Sequence[Message], tools: Tools, number: int) -> Turn:
         """Return message `number` after those before it.

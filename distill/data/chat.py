@@ -1,7 +1,7 @@
 """Chats rendered by any chat template: training examples of a conversation, and the loss of content in rendering.
 
 `ChatTemplate` combines the parts: `messages` converts a conversation to the template's layout, `turns` finds the
-assistant's text, `coverage` checks that no content is missing, and `rendering` limits time and memory.
+assistant's text, `template_coverage` checks that no content is missing, and `rendering` runs the template.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ class ChatTemplate(Renderer):
         self.adapter = Adapter(self)
         self._turns = Turns(self, self.adapter)
         self._probed: dict[tuple[object, ...], Omission | None] = {}
-        self._budget = None
 
     def variant(self, tools: Tools, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
         """Return the template that renders a conversation.
@@ -182,8 +181,7 @@ class ChatTemplate(Renderer):
 
     def closings(self) -> set[str]:
         """Return the special tokens that end an assistant's turn, plain or with tool calls."""
-        with self.bounded():
-            found = self._turns.closings()
+        found = self._turns.closings()
         return found if self.tool_use is None else found | self.tool_use.closings()
 
     def render(
@@ -206,8 +204,7 @@ class ChatTemplate(Renderer):
             RowFault: The template refuses these messages.
         """
         own = self.variant(tools, kwargs)
-        with own.bounded(messages):
-            return own.raw(own.adapter(messages), tools, prompt=prompt).text
+        return own.raw(own.adapter(messages), tools, prompt=prompt).text
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None, kwargs: Mapping[str, Any] | None = None) -> str:
         """Return the text after which the assistant's next turn is generated.
@@ -221,10 +218,9 @@ class ChatTemplate(Renderer):
             RowFault: The template refuses these messages, or omits content of them.
         """
         answered = [*messages, {"role": "assistant", "content": "zqanswerqz"}]
+        self.for_training(answered, tools, ChatOptions("last"), kwargs=kwargs)
         own = self.variant(tools, kwargs)
-        with own.bounded(messages):
-            self.for_training(answered, tools, ChatOptions("last"), kwargs=kwargs)
-            return own.raw(own.adapter(messages), tools, prompt=True).text
+        return own.raw(own.adapter(messages), tools, prompt=True).text
 
     def for_training(
         self,
@@ -278,22 +274,19 @@ class ChatTemplate(Renderer):
         """Return the examples of these turns, by this variant of the template."""
         from distill.data import template_coverage
 
-        with self.bounded(messages):
-            if options.reasoning == "drop":
-                messages = [without_reasoning(message) for message in messages]
-            made = self._examples(messages, tools, turns, options.train_on == "each", fits)
-            if not made.examples:
-                return made
-            losses = self._losses(messages, tools, turns) or template_coverage.Omission()
-            if losses.fault is not None:
-                raise RowFault(
-                    template_coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns)
-                )
-            taken = [turn for example in made.examples for turn in example.turns]
-            thoughts = (
-                template_coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
-            )
-            template_coverage.check_documents(made.examples, self.kwargs, self.name)
+        if options.reasoning == "drop":
+            messages = [without_reasoning(message) for message in messages]
+        made = self._examples(messages, tools, turns, options.train_on == "each", fits)
+        if not made.examples:
+            return made
+        losses = self._losses(messages, tools, turns) or template_coverage.Omission()
+        if losses.fault is not None:
+            raise RowFault(template_coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns))
+        taken = [turn for example in made.examples for turn in example.turns]
+        thoughts = (
+            template_coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
+        )
+        template_coverage.check_documents(made.examples, self.kwargs, self.name)
         named = losses.named
         if not thoughts:
             if options.reasoning == "require":

@@ -13,16 +13,10 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
-try:
-    import resource
-except ImportError:  # no such limits on this system
-    resource = None  # type: ignore[assignment]
-
 import numpy as np
 
 from distill.core import console
 from distill.core.errors import RunError
-from distill.core.tokenizer_limits import MOST_BYTES, may_grow
 from distill.data.packing import Documents, Ragged
 from distill.data.row_counts import RowCounts
 from distill.data.rows import row_size
@@ -66,7 +60,9 @@ def tokenise_documents(
         for name, ends in bounds.items()
     }
     pointers = {name: into for name, into in names.items() if into}
-    return Documents(columns, np.load(folder / "origin.npy"), pointers), tally, key, cached
+    origin = np.load(folder / "origin.npy")
+    rows = np.load(folder / "rows.npy")
+    return Documents(columns, origin, pointers, rows), tally, key, cached
 
 
 def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
@@ -91,15 +87,12 @@ def _encoded(
 
     With several processes, at most two batches per worker are in flight.
     """
-    bounded = _may_grow(encoder)
-    if workers < 2 and not bounded:
+    if workers < 2:
         for batch in batches:
             tally = RowCounts()
             yield encoder.documents(batch, tally), tally
         return
-    workers = max(workers, 1)
-    most = MOST_BYTES if bounded else None
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder, most)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder,)) as pool:
         waiting: deque[Future[tuple[list[Document], RowCounts]]] = deque()
         try:
             for batch in batches:
@@ -108,13 +101,7 @@ def _encoded(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        except (MemoryError, BrokenProcessPool) as error:
-            if bounded:
-                name = getattr(getattr(encoder, "tokenizer", None), "name_or_path", "") or "the teacher"
-                raise ValueError(
-                    f"teacher.model: the tokenizer of {name} needs more than {2 * MOST_BYTES >> 30} GiB of memory for "
-                    "some rows of the data: its normalizer expands text too much"
-                ) from error
+        except BrokenProcessPool as error:
             raise RunError(
                 f"a tokenising process died, most often because the machine ran out of memory: lower data.workers "
                 f"(now {workers})"
@@ -124,16 +111,8 @@ def _encoded(
 _encoder_here: RowEncoder | None = None
 
 
-def _may_grow(encoder: RowEncoder) -> bool:
-    """Return whether the encoder's tokenizer may need memory limits, which only a separate process allows."""
-    backend = getattr(getattr(encoder, "tokenizer", None), "backend_tokenizer", None)
-    return backend is not None and may_grow(json.loads(backend.to_str()).get("normalizer"))
-
-
-def _set_encoder(encoder: RowEncoder, most: int | None) -> None:
+def _set_encoder(encoder: RowEncoder) -> None:
     global _encoder_here
-    if most is not None and resource is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (2 * most, 2 * most))  # twice: loaded libraries take address space too
     _encoder_here = encoder
 
 
@@ -143,9 +122,10 @@ def _encode_here(batch: Batch) -> tuple[list[Document], RowCounts]:
 
 
 def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], RowCounts]]) -> RowCounts:
-    """Write a file of int32 per column, its offsets, and the documents' origins."""
+    """Write a file of int32 per column, its offsets, and where the documents come from."""
     tally = RowCounts()
     origins = []
+    rows = []
     lengths: dict[str, list[int]] = {name: [0] for name in names}
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
@@ -155,9 +135,11 @@ def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterabl
                     files[name].write(values.tobytes())
                     lengths[name].append(values.size)
                 origins.append(document.origin)
+                rows.append((document.row, document.message))
             tally.add(counts)
             console.advance(counts.rows_read)
     for name in names:
         np.save(folder / f"{name}.npy", np.cumsum(lengths[name], dtype=np.int64))
     np.save(folder / "origin.npy", np.array(origins, dtype=np.uint64))
+    np.save(folder / "rows.npy", np.array(rows, dtype=np.int32).reshape(-1, 2))
     return tally

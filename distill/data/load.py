@@ -80,7 +80,8 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
 
     Every row holds `input_ids`, `labels` and `position_ids`, lists of one length, at most `data.max_length`. Labels
     are not shifted; they are -100 where masked from the loss and at each document's first token, which would be
-    predicted from the document before it. Positions restart at 0 with each document.
+    predicted from the document before it. Positions restart at 0 with each document. `row` holds three numbers for each
+    document: the index of its source, of its row there, and of the message that its last trained tokens are of.
 
     Args:
         data: The recipe's `data` section.
@@ -119,11 +120,9 @@ def load_rows(
         templates: Chat templates that the encoders use.
     """
 
-    def read(part: Part) -> tuple[Documents, DataReport, str]:
+    def read(part: Part, number: int) -> tuple[Documents, DataReport, str]:
         data = part.data
-        source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
-        if data.format == "prompts":
-            source = prompt_lines(source, data.source)
+        source = source_of(part)
         encoder = encoder_for(format_of(source, data, templates), part)
         format = encoder.format
         check_first_rows(source, format)
@@ -137,10 +136,10 @@ def load_rows(
         report.frozen_date = max(days).isoformat() if days else None
         report.add(tally)
         report.copies = max(0, tally.rows_read - sum(tally.dropped.values()) - len(np.unique(documents.origin)))
-        return documents, report, key
+        return documents.with_row_column(number), report, key
 
     days = [template.frozen_date for template in templates if template and template.frozen_date]
-    sources = [read(part) for part in data.parts]
+    sources = [read(part, number) for number, part in enumerate(data.parts)]
     keys = [key for _, _, key in sources]
     sections = [data.validation] * len(sources)
     held_out = []
@@ -158,7 +157,7 @@ def load_rows(
             held_out.append((documents, chosen))
             rests.append(rest)
     else:
-        other, _, other_key = read(_validation_part(data))
+        other, _, other_key = read(_validation_part(data), -1)
         keys.append(other_key)
         pieces, texts = _texts(other.origin)
         chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
@@ -174,7 +173,8 @@ def load_rows(
             rest = rest[~np.isin(documents.origin[rest], np.concatenate(others))]
             twice += len(rests[number]) - len(rest)
         trained.append((documents, rest))
-        settings = ("-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
+        # the column `row` has the source's number, other sources decide what is held out
+        settings = (f"{number}-" + "-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
         parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
     if twice:
         logger.warning("%s of the training data held out by another source: not trained on", plural(twice, "document"))
@@ -211,6 +211,13 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     train = datasets.concatenate_datasets([splits.train for splits in parts])
     held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
     return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
+
+
+def source_of(part: Part) -> Source:
+    """Open the rows of one source of a recipe, numbered as the column `row` of tokenised data has them."""
+    data = part.data
+    source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
+    return prompt_lines(source, data.source) if data.format == "prompts" else source
 
 
 def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | None]) -> Format:
@@ -467,7 +474,8 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     labels[:, 0] = IGNORE_INDEX
     offsets = np.arange(rows + 1, dtype=np.int64) * data.max_length
     columns = {name: Ragged(values.reshape(-1), offsets) for name, values in (("input_ids", ids), ("labels", labels))}
-    documents = Documents(columns, np.arange(rows, dtype=np.uint64), {})
+    numbers = np.stack([np.arange(rows), np.full(rows, -1)], 1).astype(np.int32)
+    documents = Documents(columns, np.arange(rows, dtype=np.uint64), {}, numbers).with_row_column(0)
     digest = f"synthetic-{kind}-{vocab_size}-{data.validation.seed}"
     report = DataReport(
         source=data.source, digest=digest, format="random tokens", max_length=data.max_length, rows_read=rows

@@ -16,6 +16,7 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 
 BLOCK = "block"  # column of rows: those of one number belong together
+ROW = "row"  # column of rows: for each document its source, its row there, and its message
 IDS = "input_ids"  # what a column of token ids is called, after a prefix: such a column has positions
 
 
@@ -46,11 +47,21 @@ class Documents(NamedTuple):
             other columns of the encoder.
         origin: uint64 [D], hash of the text that a document comes from: pieces of one text, and equal texts, share it.
         pointers: For columns of indices, the columns that successive entries index, relative to the document's begin.
+        source_rows: int32 [D, 2], the row of the source that a document comes from, and the message that its last
+            trained tokens are of, -1 where the row is no chat.
     """
 
     columns: Mapping[str, Ragged]
     origin: np.ndarray
     pointers: Mapping[str, tuple[str, ...]]
+    source_rows: np.ndarray
+
+    def with_row_column(self, source: int) -> Documents:
+        """Return the documents with the column `ROW`; `source` is the index of their source, -1 for a held-out one."""
+        count = len(self.source_rows)
+        values = np.concatenate([np.full((count, 1), source, dtype=np.int32), self.source_rows], 1)
+        column = Ragged(values.reshape(-1), np.arange(count + 1) * 3)
+        return self._replace(columns={**self.columns, ROW: column})
 
     @property
     def lengths(self) -> np.ndarray:

@@ -225,60 +225,31 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
             raise ValueError(f"is not valid JSON: {rest[0]!r} after the end of the list")
 
 
-class _CountedLines:
-    """Lines of a table for `csv.reader`, which joins those of a quoted value, limited to the size of a row."""
-
-    def __init__(self, file: TextIO, name: str) -> None:
-        self.file = file
-        self.name = name
-        self.number = 0
-        self.new_row()
-
-    def new_row(self) -> None:
-        """Start counting the next row."""
-        self.left = MOST_BYTES
-        self.first = self.number + 1
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self.file.readline(self.left + 1)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        self.left -= len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
-        if self.left < 0:
-            quote = "" if self.number == self.first else " (a quote that is never closed?)"
-            raise RowFault(
-                "row too long",
-                f"{self.name}, line {self.first}: {TOO_LONG} a row{quote}; the rest of the file is not read",
-            )
-        return line
-
-
 def _read_csv(path: Path) -> Rows:
     csv.field_size_limit(MOST_BYTES)
     delimiter = "\t" if kind_of_file(path) == ".tsv" else ","
     with _open(path) as file:
-        lines = _CountedLines(file, path.name)
-        reader = csv.DictReader(lines, delimiter=delimiter, restkey="", strict=True)
-        try:
-            names = list(reader.fieldnames or ())
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice:
-                raise ValueError(f"has two columns called {twice!r}; rename one")
-            lines.new_row()
-            for number, row in enumerate(reader):
-                lines.new_row()
-                if number == 0 and (other := _other_delimiter(names, row, delimiter)):
-                    cure = {"tabs": "name the file .tsv", "commas": "name the file .csv"}.get(
-                        other, "save it with commas"
-                    )
-                    raise ValueError(f"separates its columns by {other}, expected {DELIMITERS[delimiter]}; {cure}")
-                yield _table_row(row, f"{path.name}, line {reader.line_num}")
-        except RowFault as fault:
-            yield fault
+        reader = csv.DictReader(_lines_of_table(file), delimiter=delimiter, restkey="", strict=True)
+        names = list(reader.fieldnames or ())
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"has two columns called {twice!r}; rename one")
+        for number, row in enumerate(reader):
+            other = _other_delimiter(names, row, delimiter) if number == 0 else None
+            if other:
+                cure = {"tabs": "name the file .tsv", "commas": "name the file .csv"}.get(other, "save it with commas")
+                raise ValueError(f"separates its columns by {other}, expected {DELIMITERS[delimiter]}; {cure}")
+            yield _table_row(row, f"{path.name}, line {reader.line_num}")
+
+
+def _lines_of_table(file: TextIO) -> Iterator[str]:
+    for number in itertools.count(1):
+        line = file.readline(MOST_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MOST_BYTES:
+            raise EOFError(f"line {number}: {TOO_LONG} a line; the rest of the file is not read")
+        yield line
 
 
 def _table_row(row: dict[Any, Any], where: str) -> Row | RowFault:

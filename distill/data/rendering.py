@@ -1,8 +1,4 @@
-"""Rendering of chat templates within limits of time, memory and characters.
-
-A template is untrusted code in Jinja's sandbox. `Renderer.bounded` applies one budget to all renderings of a
-conversation.
-"""
+"""Rendering of chat templates, which run in Jinja's sandbox: they read what they are given, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,23 +6,14 @@ import contextlib
 import datetime
 import json
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.errors import first_line
-from distill.data.limits import limit_resources
 from distill.data.rows import RowFault
 
-TEMPLATE_SECONDS = 10.0  # limit of one rendering; the slowest templates in use take milliseconds
-TEMPLATE_BYTES = 1 << 30
-TEMPLATE_CHARACTERS = 1 << 26  # limit of one rendering
-CONVERSATION_CHARACTERS = 1 << 29  # limit of all renderings of a conversation
-CONVERSATION_MESSAGES = 1 << 17
-TEMPLATE_SOURCE = 1 << 20  # largest size of a template's text, bytes
-CONVERSATION_SECONDS = 120.0  # a guard only: the limit of characters, equal on every machine, comes first
-TOO_LONG = "conversation too long"
+TEMPLATE_SOURCE = 1 << 20  # largest size of a template's text, characters
 NOT_RENDERED = "not rendered by"  # of reasons for which rows are dropped
 NOT_LOCATED = (
     "the assistant's text cannot be located in the chat template's output; a .jinja file with {% generation %} markers "
@@ -50,26 +37,6 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[Span]
-
-
-class _Budget:
-    """Consumption of a conversation's renderings."""
-
-    def __init__(self, begun: float) -> None:
-        self.begun = begun
-        self.characters = 0
-
-    def add(self, text: str) -> None:
-        """Count a rendering.
-
-        Raises:
-            RowFault: The conversation exceeds its budget.
-        """
-        self.characters += len(text)
-        if self.characters > CONVERSATION_CHARACTERS:
-            raise RowFault(TOO_LONG, f"more than {CONVERSATION_CHARACTERS:,} characters in all its renderings")
-        if time.monotonic() - self.begun > CONVERSATION_SECONDS:
-            raise RowFault(TOO_LONG, f"more than {CONVERSATION_SECONDS:g} s to render")
 
 
 def variables_of(source: str) -> frozenset[str]:
@@ -130,37 +97,17 @@ class Renderer:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         added.sort(key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, added)) or r"\Z.")
-        self._budget: _Budget | None = None  # consumption of the current conversation
         if len(self.source) > TEMPLATE_SOURCE:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
-            with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                render_jinja_template([], chat_template=self.source)  # compiles it, for no conversation
-                self.reads = variables_of(self.source)
+            render_jinja_template([], chat_template=self.source)  # compiles it, for no conversation
+            self.reads = variables_of(self.source)
         except TemplateSyntaxError as error:
             raise TemplateError(
                 f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"
             ) from error
         except Exception as error:  # compilation evaluates constants, which may raise anything
-            raise TemplateError(f"data.chat_template: cannot be compiled: {_reason(error)}") from error
-
-    @contextlib.contextmanager
-    def bounded(self, messages: Sequence[Message] = ()) -> Iterator[None]:
-        """Apply one budget to everything rendered inside the block; nested blocks share the outer budget.
-
-        Raises:
-            RowFault: The conversation has too many messages; `raw` raises it where the budget is exceeded.
-        """
-        if self._budget is not None:
-            yield
-            return
-        if len(messages) > CONVERSATION_MESSAGES:
-            raise RowFault(TOO_LONG, f"{len(messages):,} messages")
-        self._budget = _Budget(time.monotonic())
-        try:
-            yield
-        finally:
-            self._budget = None
+            raise TemplateError(f"data.chat_template: cannot be compiled: {first_line(error)}") from error
 
     def raw(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False, mark: bool = False
@@ -174,37 +121,23 @@ class Renderer:
             mark: Return the ranges inside generation markers.
 
         Raises:
-            RowFault: The template refuses these messages, or its output is too long.
+            RowFault: The template refuses these messages.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with self.bounded(messages):
-            try:
-                with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                    rendered: Any = render_jinja_template(
-                        [list(messages)],
-                        tools=tools,
-                        chat_template=self.source,
-                        return_assistant_tokens_mask=mark,
-                        add_generation_prompt=prompt,
-                        **{**self.special_tokens, **self.kwargs},
-                    )
-            except (TimeoutError, MemoryError) as error:
-                raise TemplateError(f"data.chat_template: the template exceeds its limits: {_reason(error)}") from error
-            except Exception as error:  # a template is a sandboxed program and may raise anything
-                raise RowFault("the chat template refuses the row", _reason(error)) from error
-            (text, *_), spans = rendered
-            if len(text) > TEMPLATE_CHARACTERS:
-                raise RowFault("output of the chat template too long", f"{len(text):,} characters")
-            assert self._budget is not None
-            self._budget.add(text)
+        try:
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=mark,
+                add_generation_prompt=prompt,
+                **{**self.special_tokens, **self.kwargs},
+            )
+        except Exception as error:  # a template is a sandboxed program and may raise anything
+            raise RowFault("the chat template refuses the row", first_line(error)) from error
+        (text, *_), spans = rendered
         return Rendered(text, list(spans[0]) if mark else [])
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return f"it takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory for one chat"
-    return first_line(error)
 
 
 def stop_tokens(tokenizer: Any) -> frozenset[str]:

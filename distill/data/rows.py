@@ -1,11 +1,11 @@
-"""Row of data, fault of a row that cannot be used, and the size limit of rows."""
+"""Row of data, fault of a row that cannot be used, and the size limit of lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-MOST_BYTES = 64 << 20  # limit of a line, a row of a table, an item of a JSON list, a JSON file without a list
+MOST_BYTES = 64 << 20  # limit of a line, of an item of a JSON list, of a JSON file without a list
 TOO_LONG = f"expected at most {MOST_BYTES >> 20} MiB"
 
 
@@ -44,10 +44,3 @@ def row_size(row: Row, most: int = MOST_BYTES) -> int:
             if total <= most:
                 waiting.extend(value.values() if isinstance(value, dict) else value)
     return total
-
-
-def drop_oversized_rows(rows: Iterable[Row | RowFault], name: str) -> Rows:
-    """Yield rows read by a library, with a fault in place of each that is too large."""
-    for number, row in enumerate(rows):
-        large = isinstance(row, dict) and row_size(row) > MOST_BYTES
-        yield RowFault("row too long", f"{name}, row {number}: {TOO_LONG}") if large else row

@@ -19,7 +19,7 @@ from typing import Any
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
-from distill.data.rows import Row, RowFault, Rows, TableRow, drop_oversized_rows
+from distill.data.rows import Row, RowFault, Rows, TableRow
 
 __all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_file", "open_source", "prompt_lines"]
 
@@ -238,7 +238,7 @@ def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
     columns = tuple(dataset.column_names)
 
     def rows() -> Rows:
-        yield from drop_oversized_rows(map(TableRow, dataset), name)
+        yield from map(TableRow, dataset)
 
     return Source(name, str(dataset._fingerprint), rows, columns)
 

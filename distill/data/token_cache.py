@@ -25,7 +25,7 @@ from distill.core.startup import cache_root
 
 logger = logging.getLogger(__name__)
 
-VERSION = 9  # increase when the same data would be tokenised differently
+VERSION = 10  # increase when the same data would be tokenised differently
 TOKENIZERS = 2  # version of `tokenizer_hash`, stored in teacher caches: a change invalidates all of them
 
 

@@ -42,22 +42,34 @@ Batch = list[tuple[int, Row | RowFault]]
 
 
 class Document(Protocol):
-    """Tokenised document: `columns()` by name, int32, and the hash of its text."""
+    """Tokenised document: `columns()` by name, int32, and where it comes from."""
 
     @property
     def origin(self) -> int:
         """Return the hash of the text that it comes from."""
         ...
 
+    @property
+    def row(self) -> int:
+        """Return the index of the row that it comes from."""
+        ...
+
+    @property
+    def message(self) -> int:
+        """Return the index of the message that its last trained tokens are of; -1 where the row is no chat."""
+        ...
+
     def columns(self) -> Mapping[str, np.ndarray]: ...
 
 
 class Piece(NamedTuple):
-    """Document of a row: int32 ids and labels of one length, and the hash of its text."""
+    """Document of a row: int32 ids and labels of one length, and where it comes from (`Document`)."""
 
     ids: np.ndarray
     labels: np.ndarray
     origin: int
+    row: int
+    message: int = -1
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the columns of `Encoder.columns`."""
@@ -74,6 +86,7 @@ class MaskedText(NamedTuple):
         templated: Whether a chat template has written it, including begin and end tokens.
         origin: Hash of the text, or of the conversation that it is a part of.
         ended: Whether the token that ends a text follows, unless it is `templated`.
+        messages: Index of each span's message; empty where the row is no chat.
     """
 
     number: int
@@ -82,11 +95,26 @@ class MaskedText(NamedTuple):
     templated: bool
     origin: int
     ended: bool = True
+    messages: Sequence[int] = ()
 
     def cut(self) -> tuple[str, str]:
         """Return the text before the first span, and the rest."""
         start = min(start for start, _ in self.spans)
         return self.text[:start], self.text[start:]
+
+
+class EncodedText(NamedTuple):
+    """Tokens of a `MaskedText`: int32 ids, labels, and the index of the span that each is of, -1 for none."""
+
+    part: MaskedText
+    ids: np.ndarray
+    labels: np.ndarray
+    span_of: np.ndarray
+
+    def last_message(self, length: int) -> int:
+        """Return the message of the last trained token among the first `length`; -1 where the row is no chat."""
+        trained = np.flatnonzero(self.labels[:length] != IGNORE_INDEX)
+        return self.part.messages[self.span_of[trained[-1]]] if self.part.messages else -1
 
 
 class RowEncoder:
@@ -175,9 +203,9 @@ class Encoder(RowEncoder):
             with tally.row(number):
                 sample = self.sample(row, tally)
                 if self.takes_ids(sample):
-                    ids, labels, origin = self.sampled_piece(sample, tally)
-                    tally.truncated += len(ids) > self.max_length
-                    yield Piece(ids[: self.max_length], labels[: self.max_length], origin)
+                    piece = self.sampled_piece(number, sample, tally)
+                    tally.truncated += len(piece.ids) > self.max_length
+                    yield piece._replace(ids=piece.ids[: self.max_length], labels=piece.labels[: self.max_length])
                     continue
                 if sample.messages is None and sample.prompt is None:
                     texts.append((number, encodable(sample.text or "")))
@@ -222,8 +250,8 @@ class Encoder(RowEncoder):
             sampled.require_text()
         return with_parts(sample)
 
-    def sampled_piece(self, sample: Sample, tally: RowCounts) -> Piece:
-        """Return a row's sampled ids as a document, of any length: the answer alone is trained on.
+    def sampled_piece(self, number: int, sample: Sample, tally: RowCounts) -> Piece:
+        """Return the sampled ids of row `number` as a document, of any length: the answer alone is trained on.
 
         Raises:
             RowFault: An id that the tokenizer lacks, an empty answer, or a prompt that leaves no room for it.
@@ -244,19 +272,23 @@ class Encoder(RowEncoder):
         tally.see_roles(sample.messages or ())
         ids = np.array([*prompt, *completion], dtype=np.int32)
         labels = _labels(ids, np.arange(len(ids)) >= len(prompt))
-        return Piece(ids, labels, text_hash(",".join(map(str, ids.tolist()))))
+        message = -1 if sample.messages is None else len(sample.messages) - 1
+        return Piece(ids, labels, text_hash(",".join(map(str, ids.tolist()))), number, message)
 
     def _pieces(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[Piece]:
         """Yield chats and pairs as documents, without examples that are too long, which are counted."""
         kept = set[int]()
         faults = dict[int, list[RowFault]]()
-        for part, ids, labels in self.encode_partly(parts, tally):
-            if (labels := labels[: self.max_length]).max() == IGNORE_INDEX:
-                faults.setdefault(part.number, []).append(RowFault(TOO_LONG, f"{len(ids)} tokens"))
+        for encoded in self.encode_partly(parts, tally):
+            number = encoded.part.number
+            ids = encoded.ids[: self.max_length]
+            labels = encoded.labels[: self.max_length]
+            if labels.max() == IGNORE_INDEX:
+                faults.setdefault(number, []).append(RowFault(TOO_LONG, f"{len(encoded.ids)} tokens"))
                 continue
-            tally.truncated += len(ids) > self.max_length
-            kept.add(part.number)
-            yield Piece(ids[: self.max_length], labels, part.origin)
+            tally.truncated += len(encoded.ids) > self.max_length
+            kept.add(number)
+            yield Piece(ids, labels, encoded.part.origin, number, encoded.last_message(len(ids)))
         self.count_faults(kept, faults, tally)
 
     @staticmethod
@@ -324,7 +356,9 @@ class Encoder(RowEncoder):
             assert self.template is not None
             last = without_end(examples[-1], str(sample.messages[-1].get("content") or ""), self.template.special)
             examples = [*examples[:-1], last]
-        return [MaskedText(number, encodable(each.text), each.spans, True, origin) for each in examples]
+        return [
+            MaskedText(number, encodable(each.text), each.spans, True, origin, messages=each.turns) for each in examples
+        ]
 
     def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
         """Yield the texts block by block, each with its text and int32 ids, several blocks per tokenizer call."""
@@ -374,7 +408,7 @@ class Encoder(RowEncoder):
             for start in range(0, count, room):
                 piece = np.concatenate([beginning, ids[start : start + room]])
                 if len(piece) >= 2:  # a single token is predicted by none
-                    yield Piece(piece, _labels(piece, np.ones(len(piece), dtype=bool)), origin)
+                    yield Piece(piece, _labels(piece, np.ones(len(piece), dtype=bool)), origin, number)
 
         for part in parts:
             if len(part) == 0:
@@ -391,24 +425,24 @@ class Encoder(RowEncoder):
             tally.drop(number, RowFault("too short", "fewer than two tokens"))
         yield from pieces(len(ids))
 
-    def encode_partly(
-        self, parts: Sequence[MaskedText], tally: RowCounts
-    ) -> Iterator[tuple[MaskedText, np.ndarray, np.ndarray]]:
-        """Yield the whole int32 ids and labels of each text; texts without trained tokens are counted and left out."""
+    def encode_partly(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[EncodedText]:
+        """Yield the whole tokens of each text; texts without trained tokens are counted and left out."""
         if not parts:
             return
-        for part, (ids, learned, merged) in zip(parts, self._tokens(parts), strict=True):
+        for part, (ids, span_of, merged) in zip(parts, self._tokens(parts), strict=True):
             if not part.templated:  # a template writes begin and end tokens itself
                 before, last = self.around(ids)
                 last = last if part.ended else []
                 ids = np.concatenate([before, ids, last]).astype(np.int32)
-                learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
-            labels = _labels(ids, learned)
+                # the token that ends a text is trained on with its last span
+                of_last = np.full(len(last), len(part.spans) - 1)
+                span_of = np.concatenate([np.full(len(before), -1), span_of, of_last])
+            labels = _labels(ids, span_of >= 0)
             if not (labels != IGNORE_INDEX).any():
                 tally.drop(part.number, RowFault("no trained tokens after masking", f"{len(ids)} tokens"))
                 continue
             tally.merged += merged
-            yield part, ids, labels
+            yield EncodedText(part, ids, labels, span_of)
 
     def around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """Return the tokens that begin and end a text, unless the text has them already (`<s>[INST] ... </s>`)."""
@@ -416,35 +450,39 @@ class Encoder(RowEncoder):
         return [] if present[0] else self.beginning, [] if present[1] or self.end is None else [self.end]
 
     def _tokens(self, parts: Sequence[MaskedText]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-        """Yield for each text its ids, a mask of those within its spans, and whether a token crosses a span's start."""
+        """Yield for each text its ids, the index of each one's span (-1 for none), and whether a token crosses the
+        start of a span.
+        """
         fast = self.tokenizer.is_fast
         encoded = self.tokenizer(
             [part.text for part in parts], add_special_tokens=False, return_offsets_mapping=fast, verbose=False
         )
         for number, (_, text, spans, *_) in enumerate(parts):
             ids = np.array(encoded["input_ids"][number], dtype=np.int32)
-            learned = np.zeros(len(ids), dtype=bool)
+            span_of = np.full(len(ids), -1)
             merged = False
             if fast:
                 offsets = np.array(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
                 starts = offsets[:, 0]
                 ends = offsets[:, 1]
                 assert (np.diff(starts) >= 0).all(), "tokens in the order of the text"
-                for start, end in spans:  # thousands in a long chat: only tokens that begin in one are visited
+                # thousands of spans in a long chat: only tokens that begin in one are visited
+                for span, (start, end) in enumerate(spans):
                     first, last = np.searchsorted(starts, [start, end])
                     here = slice(int(first), int(last))
-                    learned[here] = (ends[here] <= end) & (ends[here] > starts[here])
+                    span_of[here] = np.where((ends[here] <= end) & (ends[here] > starts[here]), span, -1)
                     # a closing token that includes the white space after it (rstrip, as all of Phi-3's do)
                     for at in first + np.flatnonzero(ends[here] > end):
-                        learned[at] = int(ids[at]) in self.special and not text[end : ends[at]].strip()
+                        closes = int(ids[at]) in self.special and not text[end : ends[at]].strip()
+                        span_of[at] = span if closes else -1
                     merged = merged or bool((ends[max(0, first - 1) : first] > start).any())
             else:
-                for start, end in spans:
+                for span, (start, end) in enumerate(spans):
                     first, straddles = self._tokens_before(text, start, ids)
                     last, _ = self._tokens_before(text, end, ids)
-                    learned[first + straddles : last] = True
+                    span_of[first + straddles : last] = span
                     merged = merged or straddles
-            yield ids, learned, merged
+            yield ids, span_of, merged
 
     def _tokens_before(self, text: str, position: int, ids: np.ndarray) -> tuple[int, bool]:
         """Return how many tokens of `ids` are fixed by the text up to `position`, for tokenizers without offsets."""

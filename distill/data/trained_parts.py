@@ -16,20 +16,18 @@ def without_untrained(example: RenderedChat, messages: Sequence[Message]) -> Ren
     Raises:
         RowFault: Such a message's text stands not exactly once in its turn, so that its parts cannot be located.
     """
-    if len(example.turns) == 1:
-        spans_of = {example.turns[0]: example.spans}
-    elif len(example.turns) == len(example.spans):
-        spans_of = {turn: [span] for turn, span in zip(example.turns, example.spans, strict=True)}
-    else:
-        raise RowFault("train_detail cannot be located", "the chat template writes a turn in several parts")
     spans: list[Span] = []
-    for turn, own in spans_of.items():
+    turns: list[int] = []
+    for turn in dict.fromkeys(example.turns):
+        kept = [span for span, its_turn in zip(example.spans, example.turns, strict=True) if its_turn == turn]
         excluded = untrained_ranges(messages[turn])
         if excluded:
-            start = _place_of(example.text, own, messages[turn]["content"])
-            own = [piece for span in own for piece in _without(span, [(start + a, start + b) for a, b in excluded])]
-        spans += own
-    return example._replace(spans=spans)
+            start = _place_of(example.text, kept, messages[turn]["content"])
+            moved = [(start + begin, start + end) for begin, end in excluded]
+            kept = [piece for span in kept for piece in _without(span, moved)]
+        spans += kept
+        turns += [turn] * len(kept)
+    return example._replace(spans=spans, turns=turns)
 
 
 def _place_of(text: str, spans: Sequence[Span], content: str) -> int:

@@ -19,7 +19,7 @@ from distill.objectives.targets import Batch
 from distill.objectives.top_k import TopKFormat
 from distill.objectives.top_k_encoding import LEAST_TAIL
 from distill.recipe.loss import Loss
-from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.store import Fills, Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.base import Teacher
 
@@ -43,7 +43,7 @@ class TopKReference(Reference):
         """Return the teacher with its stored probabilities taken as those at temperature 2, or computed there."""
         manifest = {**self.manifest, "temperature": 2.0}
         if self.teacher.models:
-            return StoredTeacher(self.teacher.inner, Store(manifest, None, {}), self.teacher.device)
+            return StoredTeacher(Store(None, Fills(manifest)), self.teacher.inner, device=self.teacher.device)
         teacher = copy.copy(self.teacher)
         teacher.format = TopKFormat(manifest)
         return teacher

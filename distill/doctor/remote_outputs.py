@@ -21,9 +21,8 @@ from distill.objectives.targets import Batch
 from distill.teachers.backends.served.parity_check import own_logits
 from distill.teachers.backends.served.protocol import TargetRequest
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import HEAD
-from distill.teachers.backends.stored.read import PREFIX
+from distill.teachers.backends.stored.store import PREFIX
 from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
 from distill.teachers.base import Teacher
 from distill.teachers.rows.reading import ReadingTeacher
@@ -43,12 +42,14 @@ class OutputReader(NamedTuple):
     tokens: Callable[[Any, Sequence[Row], Batch], Stored]
 
 
-def stored_logits(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+def stored_logits(teacher: StoredTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
     """Return fp64 logits from the hidden states and the head in a cache's files."""
     device = batch["input_ids"].device
-    manifest = teacher.cache.manifest
-    head = load_file(teacher.cache.path / HEAD, device=str(device))
-    stored = {name: value.to(device).double() for name, value in teacher.cache.look_up(list(rows)).items()}
+    store = teacher.store
+    assert store.folder is not None
+    manifest = store.manifest
+    head = load_file(store.folder / HEAD, device=str(device))
+    stored = {name: value.to(device).double() for name, value in teacher.store.look_up(list(rows)).items()}
     hidden = stored["cached_hidden"]
     if "cached_hidden_scale" in stored:
         hidden = hidden * stored["cached_hidden_scale"][:, None]
@@ -57,9 +58,9 @@ def stored_logits(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -
     return cap * torch.tanh(z / cap) if cap else z
 
 
-def _stored_tokens(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
+def _stored_tokens(teacher: StoredTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
     device = batch["input_ids"].device
-    found = teacher.cache.look_up(list(rows)) if rows else teacher.cache.gather(documents_in(batch).rows)()
+    found = teacher.store.look_up(list(rows)) if rows else teacher.store.gather(documents_in(batch).rows)()
     return {name.removeprefix(PREFIX): value.to(device) for name, value in found.items()}
 
 
@@ -73,14 +74,16 @@ def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) ->
 
 
 OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
-    ArchivedTeacher: OutputReader(stored_logits, _stored_tokens),
+    StoredTeacher: OutputReader(stored_logits, _stored_tokens),
     ServerTeacher: OutputReader(_served_logits, _served_tokens),
 }
 
 
 def store_filler(teacher: Teacher) -> Teacher:
     """Return the teacher that computes what a store is filled with; any other one as it is."""
-    return store_filler(teacher.inner) if isinstance(teacher, StoredTeacher) else teacher
+    if isinstance(teacher, StoredTeacher) and teacher.inner is not None:
+        return store_filler(teacher.inner)
+    return teacher
 
 
 def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:

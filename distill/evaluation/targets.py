@@ -27,7 +27,7 @@ from distill.recipe import (
 )
 from distill.recipe.compatibility import require_command
 from distill.teachers.backends.sharded import load_sharded_teacher
-from distill.teachers.backends.stored.archived import section_to_load
+from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.registry import measure_of, source_of
 from distill.teachers.rows.retokenised.data import load_cross_data
 

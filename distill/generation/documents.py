@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
+from distill.data.packing import ROW
+from distill.data.source_rows import PER_DOCUMENT, SourceRow, source_row_at
 
 Row = dict[str, list[int]]
 Span = tuple[int, int, int, int]
@@ -84,6 +86,7 @@ class Document:
         spans: Aligned spans where `teacher_ids` are of another tokenizer: first token and the one after the last,
             of `ids` and of `teacher_ids`; none where they are the student's beside documents of other routes.
         starts: Index of the first token of the last response in `ids` and in `teacher_ids`.
+        source_row: Row of the data that it comes from; None where the batch has no such column (`SourceRowColumn`).
     """
 
     ids: list[int]
@@ -96,6 +99,7 @@ class Document:
     score: Score | None = None
     spans: Sequence[Span] | None = None
     starts: tuple[int, int] | None = None
+    source_row: SourceRow | None = None
 
     @property
     def length(self) -> int:
@@ -162,8 +166,7 @@ class Document:
         for start, stop in replies:
             labels[len(prompt) + start : len(prompt) + stop] = [IGNORE_INDEX] * (stop - start)
         ids = [*prompt, *response]
-        more = (self.route, self.sample, sampled_log_p, score, self.spans, self.starts)
-        return Document(ids, labels, self.row, other, *more)
+        return replace(self, ids=ids, labels=labels, teacher_ids=other, sampled_log_p=sampled_log_p, score=score)
 
     def with_retokenized_response(
         self,
@@ -234,7 +237,10 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
                     predicts_last = teacher_row_of[row * len(ids[row]) + end - 2] % len(teacher[row])
                     other = teacher[row][others[row][number][0] : predicts_last + 2]
                 route = int(batch["routes"][row, start]) if "routes" in batch else None
-                found.append(Document(ids[row][start:end], labels[row][start:end], row, other, route))
+                source_row = source_row_at(batch, row, number)
+                found.append(
+                    Document(ids[row][start:end], labels[row][start:end], row, other, route, source_row=source_row)
+                )
     return found
 
 
@@ -249,7 +255,8 @@ def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     starts = batch["answer_starts"].tolist()
     found = []
     for row, bounds in enumerate(zip(_bounds(batch, ""), _bounds(batch, "teacher_"), strict=True)):
-        for (begin, end), (other_begin, _) in zip(*bounds, strict=False):  # each may have padding at the end
+        both = zip(*bounds, strict=False)  # each may have padding at the end
+        for number, ((begin, end), (other_begin, _)) in enumerate(both):
             first = row * width + begin
             shift = row * other_width + other_begin
             mine = [
@@ -257,14 +264,26 @@ def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
             ]
             route = int(batch["routes"][row, begin]) if "routes" in batch else None
             if not mine:
-                found += _plain_of(ids[row][begin:end], labels[row][begin:end], row, route)
+                plain = _plain_of(ids[row][begin:end], labels[row][begin:end], row, route)
+                found += [replace(document, source_row=source_row_at(batch, row, number)) for document in plain]
                 continue
             own = ids[row][begin : begin + mine[-1][1]]
             other = others[row][other_begin : other_begin + mine[-1][3]]
             response = [(a - first, c - shift) for a, c in starts if first <= a < row * width + end]
             if not response:
                 raise ValueError("batch: expected answer_starts of each document, which rows of prompts and chats have")
-            found.append(Document(own, _labels_at(own, mine), row, other, route, spans=mine, starts=response[-1]))
+            found.append(
+                Document(
+                    own,
+                    _labels_at(own, mine),
+                    row,
+                    other,
+                    route,
+                    spans=mine,
+                    starts=response[-1],
+                    source_row=source_row_at(batch, row, number),
+                )
+            )
     return found
 
 
@@ -359,4 +378,7 @@ def as_row(documents: Sequence[Document]) -> Row:
     routes = [document.route for document in documents if document.route is not None]
     if routes:
         row["route"] = routes
+    if any(document.source_row is not None for document in documents):
+        # padding comes from no row
+        row[ROW] = [number for document in documents for number in document.source_row or (-1,) * PER_DOCUMENT]
     return row

@@ -165,7 +165,7 @@ class Environment:
             for function_input, rollout, text in zip(inputs, waiting, texts, strict=True)
         ]
         keys = [
-            _conversation_key(rollout.seed, rollout.turn, conversation)
+            _conversation_key(rollout, conversation)
             for rollout, conversation in zip(waiting, conversations, strict=True)
         ]
         new = [number for number, key in enumerate(keys) if key not in self.log]
@@ -337,8 +337,9 @@ def _cut_unfinished_line(file: Path) -> None:
         os.truncate(file, content.rfind(b"\n") + 1)
 
 
-def _conversation_key(seed: int, turn: int, conversation: Sequence[Message]) -> str:
-    text = json.dumps([seed, turn, conversation], sort_keys=True)
+def _conversation_key(rollout: Rollout, conversation: Sequence[Message]) -> str:
+    # rows of the same words may have other columns, which the environment reads too
+    text = json.dumps([rollout.seed, rollout.turn, conversation, rollout.document.source_row], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

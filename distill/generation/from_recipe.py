@@ -13,6 +13,7 @@ from distill.recipe import Recipe
 
 if TYPE_CHECKING:
     from distill.data.chat import ChatTemplate
+    from distill.data.collator import BatchColumns
     from distill.data.report import DataReport
     from distill.generation.documents import Readers
     from distill.generation.on_policy import OnPolicyRollouts
@@ -29,6 +30,16 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
             f"data.on_policy: expected data with prompts, got {format or 'random tokens'}; give chats, or "
             "prompts with completions (whose completions are not used where fraction is 1)"
         )
+
+
+def rollout_columns(recipe: Recipe) -> Sequence[BatchColumns]:
+    """Return the columns of training batches that a recipe's reward function or environment needs."""
+    section = recipe.data.active_on_policy
+    if section is None or (section.environment is None and recipe.loss.rewarded is None):
+        return ()
+    from distill.data.source_rows import SourceRowColumn
+
+    return (SourceRowColumn(),)
 
 
 def rollouts_from_recipe(

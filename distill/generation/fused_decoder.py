@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 from distill.generation.ragged_cache import AttentionCall, RaggedCache, prefill
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.layers import is_offloaded
+from distill.models.names import LAYER_NORMS
 from distill.models.patch.shared_input import FP8_GROUP, projection_forward
 from distill.models.patch.triton_only import forward_on_triton
 
 LINEARS = (*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-NORMS = ("input_layernorm", "post_attention_layernorm")
 BIASES = {f"self_attn.{each}_proj.bias" for each in "qkv"}
 HEAD_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 OPTIONAL = ("self_attn.o_proj.bias", *BIASES, *HEAD_NORMS)
@@ -105,7 +105,7 @@ def _why_not_linear(layer: nn.Module) -> str | None:
 
 def _why_not_layer(layer: nn.Module) -> str | None:
     shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-    needed = {f"{name}.weight" for name in (*LINEARS, *NORMS)}
+    needed = {f"{name}.weight" for name in (*LINEARS, *LAYER_NORMS)}
     halved = any(0 < len(shapes.keys() & both) < len(both) for both in (BIASES, HEAD_NORMS))
     if not needed <= shapes.keys() <= needed.union(OPTIONAL) or halved:
         return f"a {type(layer).__name__} has other parameters, or lacks some"
@@ -115,7 +115,7 @@ def _why_not_layer(layer: nn.Module) -> str | None:
     width = getattr(layer.get_submodule("self_attn"), "head_dim", None)
     if not isinstance(width, int) or width % 2 or width > 256 or shapes.get(min(HEAD_NORMS), (width,)) != (width,):
         return f"its heads are {width} wide, or are not normed one by one"
-    return None if all(epsilon(layer.get_submodule(name)) for name in NORMS) else "its norms have no epsilon"
+    return None if all(epsilon(layer.get_submodule(name)) for name in LAYER_NORMS) else "its norms have no epsilon"
 
 
 def epsilon(norm: nn.Module) -> float:
@@ -136,7 +136,7 @@ def _products(layer: nn.Module, following: torch.Tensor) -> _Products:
     """Return the GEMMs of a layer with its present parameters; `following` is the weight of the next norm."""
     own = dict(layer.named_parameters())
     (first, of_first), (second, of_second) = (
-        (own[f"{name}.weight"], epsilon(layer.get_submodule(name))) for name in NORMS
+        (own[f"{name}.weight"], epsilon(layer.get_submodule(name))) for name in LAYER_NORMS
     )
     siblings = [f"self_attn.{each}_proj" for each in "qkv"]
     weights = tuple(own[f"{each}.weight"] for each in siblings)
@@ -172,7 +172,7 @@ class FusedDecoder:
     ) -> None:
         decoder = decoder_of(model)
         self.own = list(decoder.get_submodule("layers").children())
-        self.norms = [*(layer.get_submodule(NORMS[0]) for layer in self.own), decoder.get_submodule("norm")]
+        self.norms = [*(layer.get_submodule(LAYER_NORMS[0]) for layer in self.own), decoder.get_submodule("norm")]
         self.embedding = decoder.get_submodule("embed_tokens")
         self.cache = cache
         self.calls = calls

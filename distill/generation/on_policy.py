@@ -32,6 +32,7 @@ from torch import nn
 
 from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
+from distill.data.source_rows import SOURCE_ROWS
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import (
     Document,
@@ -111,8 +112,8 @@ class OnPolicyRollouts:
     # rollouts, their generated tokens, truncated ones, documents left out, rollouts that repeat themselves, seconds,
     # staleness in steps, responses, and sums of `rewards`
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(8 + len(NO_REWARDS)))
-    # by step, the responses generated for it, by `_seed_of` their documents
-    _responses: dict[int, dict[int, GeneratedResponse]] = field(init=False, default_factory=dict)
+    # by step, the responses generated for it, by `_key_of` their documents
+    _responses: dict[int, dict[str, GeneratedResponse]] = field(init=False, default_factory=dict)
     # of the same steps, as far as this process generated them: their micro-batches, plans and results
     _pending_steps: dict[int, RolloutStep] = field(init=False, default_factory=dict)
     _epoch: LookAheadBatches | None = field(init=False, default=None)
@@ -140,7 +141,7 @@ class OnPolicyRollouts:
         ):
             current = RolloutStep(batches, self._plans(batches, step))
         known = self._responses.get(step)
-        if known is None or any(seed not in known for seed, _ in self._to_generate(current.plans, step)):
+        if known is None or any(self._key_of(each, step) not in known for each in self._to_generate(current.plans)):
             self._pending_steps = self._future_steps(len(batches), step, following)
             self._generate({step: current} | self._pending_steps)
         replaced_batches, metric_sums = current.result or self._insert_responses(current, step, collate)
@@ -182,7 +183,7 @@ class OnPolicyRollouts:
         for file in sorted(checkpoint.glob(FILE.replace("{:05d}", "*"))):
             for step, responses in json.loads(file.read_text()).items():
                 own = self._responses.setdefault(int(step), {})
-                own.update((int(seed), GeneratedResponse(*response)) for seed, response in responses.items())
+                own.update((key, GeneratedResponse(*response)) for key, response in responses.items())
 
     def _plans(self, batches: Iterable[Collated], step: int) -> list[MicroBatchPlan]:
         return [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
@@ -199,9 +200,9 @@ class OnPolicyRollouts:
         groups = enumerate((list(itertools.islice(batches, count)) for _ in range(more)), step + 1)
         return {number: RolloutStep(group, self._plans(group, number)) for number, group in groups if group}
 
-    def _to_generate(self, plans: Iterable[MicroBatchPlan], step: int) -> Iterator[tuple[int, Document]]:
-        """Return the documents whose responses a step generates, with the seed of each."""
-        return ((self._seed_of(document, step), document) for plan in plans for document in plan.to_generate)
+    def _to_generate(self, plans: Iterable[MicroBatchPlan]) -> Iterator[Document]:
+        """Return the documents whose responses a step generates."""
+        return (document for plan in plans for document in plan.to_generate)
 
     def _generate(self, steps: dict[int, RolloutStep]) -> None:
         """Generate the responses of some steps, the current one first, by the current weights."""
@@ -210,8 +211,8 @@ class OnPolicyRollouts:
         if self.snapshot is not None:
             assert self.student is not None
             self.snapshot.copy_from(self.student)
-        replaced = [(step, *each) for step, its in steps.items() for each in self._to_generate(its.plans, step)]
-        rollouts = [Rollout(document, seed) for _, seed, document in replaced]
+        replaced = [(step, document) for step, its in steps.items() for document in self._to_generate(its.plans)]
+        rollouts = [Rollout(document, self._seed_of(document, step)) for step, document in replaced]
         continuing = self._respond(rollouts)
         while continuing and self.environment is not None:
             continuing = self.environment.reply(continuing, self._room)
@@ -219,8 +220,8 @@ class OnPolicyRollouts:
                 self._respond(continuing, same_weights=True)
         self._responses |= {step: {} for step in steps}
         seconds = (time.perf_counter() - start) / max(len(replaced), 1)
-        for (step, seed, _), rollout in zip(replaced, rollouts, strict=True):
-            self._responses[step][seed] = GeneratedResponse(
+        for (step, document), rollout in zip(replaced, rollouts, strict=True):
+            self._responses[step][self._key_of(document, step)] = GeneratedResponse(
                 rollout.tokens,
                 rollout.truncated,
                 rollout.log_probs,
@@ -253,13 +254,13 @@ class OnPolicyRollouts:
     def _insert_responses(self, own: RolloutStep, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
         """Return a step's micro-batches with the generated responses."""
         batches, plans, _ = own
+        batches = [_without_source_rows(batch) for batch in batches]
         if not any(plan.has_changes for plan in plans):
-            return StepBatches(list(batches), np.zeros_like(self._sums))
-        replaced = list(self._to_generate(plans, step))
-        responses = [self._responses[step][seed] for seed, _ in replaced]
+            return StepBatches(batches, np.zeros_like(self._sums))
+        replaced = list(self._to_generate(plans))
+        responses = [self._responses[step][self._key_of(document, step)] for document in replaced]
         scored = [
-            (document, response.tokens[response.last :])
-            for (_, document), response in zip(replaced, responses, strict=True)
+            (document, response.tokens[response.last :]) for document, response in zip(replaced, responses, strict=True)
         ]
         scores: Sequence[Score | None] = [None] * len(scored)
         rewards: tuple[float, ...] = NO_REWARDS
@@ -267,14 +268,14 @@ class OnPolicyRollouts:
             scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
         new = iter(
             self._with_response(document, response, score)
-            for (_, document), response, score in zip(replaced, responses, scores, strict=True)
+            for document, response, score in zip(replaced, responses, scores, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
             rows = plan.rows(new, self.max_length, self.one_row)
             if plan.limit is not None and rows:
                 self._pad_row(max(rows, key=row_length), self.max_length * (plan.limit if self.one_row else 1))
-            made.append(collate(list(map(as_row, rows))) if plan.has_changes else dict(batch))
+            made.append(_without_source_rows(collate(list(map(as_row, rows)))) if plan.has_changes else dict(batch))
             if self.log_probs:
                 made[-1]["sampled_log_p"] = sampled_log_probs(
                     rows if plan.has_changes else [], made[-1]["input_ids"].shape
@@ -376,5 +377,18 @@ class OnPolicyRollouts:
     def _is_replaced(self, document: Document, step: int) -> bool:
         return int.from_bytes(document.hash(self.seed, step, 0)[:8], "little") < self.fraction * 2.0**64
 
+    def _key_of(self, document: Document, step: int) -> str:
+        """Return the key of a document's response. Rows of equal tokens have one seed, and replies of their own."""
+        place = document.source_row
+        seed = str(self._seed_of(document, step))
+        return seed if place is None else f"{seed} {place.source} {place.row}"
+
     def _seed_of(self, document: Document, step: int) -> int:
         return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
+
+
+def _without_source_rows(batch: Collated) -> Collated:
+    """Return the batch as models get it; unchanged where it does not have the column."""
+    if SOURCE_ROWS not in batch:
+        return batch
+    return {name: value for name, value in batch.items() if name != SOURCE_ROWS}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
+from distill.models.names import EXPERTS
 from distill.models.output_rows import MARK, row_parameters
 from distill.models.quantised_checkpoints import as_built
 from distill.models.routing import routing_of
@@ -51,7 +52,7 @@ def active_shares(model: nn.Module) -> dict[int, float] | None:
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     routing = routing_of(config)
     if routing is None:
-        experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        experts = any(getattr(config, name, None) for name in EXPERTS)
         return None if experts else {}
     share = routing.per_token / routing.experts
     shares: dict[int, float] = {}

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
+from distill.models.names import LOGIT_SCALES, SOFT_CAPS
 from distill.models.output_rows import output_rows
 
-CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")  # in configurations
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -314,13 +314,13 @@ def _product(hidden: torch.Tensor, head: HeadWeights) -> torch.Tensor:
 
 def _candidates(config: Any) -> list[LogitTransform]:
     """Readings of a configuration, the likeliest first. `logits_scaling` divides in Granite, multiplies elsewhere."""
-    caps = (getattr(config, field, None) for field in CAPS)
+    caps = (getattr(config, field, None) for field in SOFT_CAPS)
     softcap = next((cap for cap in caps if cap is not None), None)
     scales = []
     scaling = getattr(config, "logits_scaling", None)
     if scaling:
         scales += [1.0 / scaling, float(scaling)]
-    for field in ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scale"):
+    for field in LOGIT_SCALES:
         scale = getattr(config, field, None)
         if scale:
             scales.append(float(scale))

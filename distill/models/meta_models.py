@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from distill.models.load.config_validation import check_gguf, read_json
 from distill.models.load.read_weights import weights_fault
 from distill.models.load.source import ModelSource, loading, resolve_model_source
 from distill.models.loading import load_config
+from distill.models.names import HIDDEN, LAYERS
 from distill.models.prune.pruning import student_config
 from distill.models.prune.widths import target_widths
 from distill.models.quantised_checkpoints import quantisation_of
@@ -145,7 +147,11 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
         return None
     values = read_json(Path(path, "config.json"), f"{field}.model")
     values = values.get("text_config") or values
-    return (values.get("num_hidden_layers", values.get("n_layer")), values.get("hidden_size", values.get("n_embd")))
+    return _first_of(values, LAYERS), _first_of(values, HIDDEN)
+
+
+def _first_of(values: Mapping[str, object], names: tuple[str, ...]) -> object:
+    return next((values[name] for name in names if name in values), None)
 
 
 def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:

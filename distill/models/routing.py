@@ -7,11 +7,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-# fields of configurations, of which a family has one each
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-GROUPS = ("n_group", "num_expert_group")
-GROUPS_PER_TOKEN = ("topk_group",)
+from distill.models.names import EXPERT_GROUPS, EXPERT_GROUPS_PER_TOKEN, EXPERTS, EXPERTS_PER_TOKEN
 
 
 class Routing(NamedTuple):
@@ -55,9 +51,9 @@ def routing_of(text: PreTrainedConfig) -> Routing | None:
     name = experts_field(text)
     if name is None:
         return None
-    groups = max(1, _number(text, GROUPS))
-    per_token = max(1, _number(text, PER_TOKEN))
-    return Routing(getattr(text, name), per_token, groups, max(1, _number(text, GROUPS_PER_TOKEN)))
+    groups = max(1, _number(text, EXPERT_GROUPS))
+    per_token = max(1, _number(text, EXPERTS_PER_TOKEN))
+    return Routing(getattr(text, name), per_token, groups, max(1, _number(text, EXPERT_GROUPS_PER_TOKEN)))
 
 
 def check_experts(count: int, text: PreTrainedConfig) -> None:

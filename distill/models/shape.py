@@ -10,6 +10,7 @@ from torch import nn
 from distill.models.flops import active_shares
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.layers import find_layers
+from distill.models.names import INTERMEDIATE
 from distill.models.quantised_checkpoints import quantisation_of, stored_bits
 
 
@@ -64,7 +65,7 @@ def shape_of(model: nn.Module) -> Shape:
     names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     parameters = list(model.parameters())
     embedding = bare(model).get_input_embeddings()  # type: ignore[operator]
-    intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    intermediate = next((value for name in INTERMEDIATE if (value := getattr(config, name, None))), None)
     embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
     layers = _layer_sizes(model)
     stored = quantisation_of(bare(model).config)

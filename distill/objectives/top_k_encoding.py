@@ -26,6 +26,7 @@ from distill_kernels.losses.operands import Head
 from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.row_packing import pack_hidden, unpack_hidden
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
 LEAST_TAIL = -13.8  # log of 1e-6, the least that float32 sums of K probabilities resolve
@@ -171,26 +172,12 @@ def surplus_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return torch.where(wide > -torch.inf, wide.exp() * wide, 0.0).sum(-1) + entropy.float()
 
 
-def pack_hidden(hidden: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return hidden states [M, H] as stored; in fp8 each row is scaled so that its largest number is fp8's largest."""
-    if dtype.itemsize > 1:
-        return {"hidden": hidden.to(dtype)}
-    wide = hidden.float()
-    scale = wide.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / torch.finfo(dtype).max
-    return {"hidden": (wide / scale[:, None]).to(dtype), "hidden_scale": scale}
-
-
-def unpack_hidden(hidden: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return hidden states [M, H] in `dtype` from the output of `pack_hidden`."""
-    return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
-
-
 def rounding_cost(
     hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, dtype: torch.dtype
 ) -> float:
     """Return KL(exact || stored), nats a position at temperature 1, of hidden states [M, H] stored in `dtype`."""
-    packed = pack_hidden(hidden, dtype)
-    stored = unpack_hidden(packed["hidden"], packed.get("hidden_scale"), hidden.dtype)
+    values, scale = pack_hidden(hidden, dtype)
+    stored = unpack_hidden(values, scale, hidden.dtype)
     rows = rows_at_once(hidden.device, columns)
     total = 0.0
     for start in range(0, len(hidden), rows):

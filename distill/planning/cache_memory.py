@@ -20,7 +20,7 @@ from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.objectives.top_k_encoding import CHUNK_ELEMENTS
 from distill.planning.device_plan import DevicePlan
 from distill.recipe import FromTeacher, Recipe, Student
-from distill.teachers.backends.stored.archived import section_to_load
+from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.base import TeacherPlan
 from distill.teachers.registry import source_of
 

@@ -28,6 +28,7 @@ from distill.data.token_cache import tokenizer_hash
 from distill.models.head import HeadWeights, bare
 from distill.models.patch.packed import isolates_documents
 from distill.models.precision.host_copy import HostCopy, to_device
+from distill.objectives.row_packing import FP8, hidden_bytes, pack_hidden, pack_top_k, unpack_hidden
 from distill.objectives.top_k_encoding import Encoding, encode, log_probabilities
 from distill.recipe import TeacherConfig
 from distill.teachers.backends.local import LoadedTeacher
@@ -39,12 +40,8 @@ from distill.teachers.backends.served.protocol import (
     ProtocolError,
     TargetRequest,
     documents,
-    fp8_rows,
     head_hash,
-    hidden_of,
-    pack_ids,
     packed_rows,
-    row_bytes,
 )
 from distill.teachers.backends.stored.settings import MAX_TOP_K, TAILS
 from distill.teachers.identity import model_name, teacher_identity
@@ -117,7 +114,7 @@ class Job(NamedTuple):
         elif self.options.top_k is not None:
             row = 8 * self.options.top_k + 12
         else:
-            row = row_bytes(identity.hidden, identity.dtype if self.options.dtype == "auto" else self.options.dtype)
+            row = hidden_bytes(identity.hidden, identity.dtype if self.options.dtype == "auto" else self.options.dtype)
         return row * len(self.query.rows)
 
 
@@ -215,7 +212,8 @@ class Engine:
             ids = ids % len(self.weights.weight)
         parts = ids[None].to(self.device).split(min(longest, 256), dim=1)
         hidden = torch.cat([self.forward({"input_ids": part})[0] for part in parts])
-        sent = hidden_of({name: t.cpu() for name, t in fp8_rows(hidden).items()}, hidden.dtype).to(self.device)
+        values, scale = pack_hidden(hidden, FP8)
+        sent = unpack_hidden(values, scale, hidden.dtype)
         total = 0.0
         columns = len(self.weights.weight)
         for one, other in zip(hidden.split(64), sent.split(64), strict=True):
@@ -307,8 +305,7 @@ class Engine:
         encoding = Encoding(options.columns, options.top_k, options.tail, options.temperature)
         values = encode(rows, self.weights, self.transform, labels.clamp_max(options.columns - 1), encoding, generator)
         dtype = torch.float16 if options.dtype == "auto" else getattr(torch, options.dtype)
-        ids, *numbers = (tensor.cpu() for tensor in values.to(dtype))
-        return pack_ids(ids, options.columns) | dict(zip(values._fields[1:], numbers, strict=True))
+        return pack_top_k(values._asdict(), options.columns, dtype)
 
 
 def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -19,8 +19,7 @@ from distill.recipe.teachers import describe_teacher, teacher_prompt
 from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.launched import LaunchedPlan
 from distill.teachers.backends.served.source import ServerPlan
-from distill.teachers.backends.stored.archived import ArchivedPlan
-from distill.teachers.backends.stored.source import StoredPlan
+from distill.teachers.backends.stored.plan import StoredPlan
 from distill.teachers.backends.student import AveragePlan
 from distill.teachers.base import TeacherPlan
 from distill.teachers.combination.source import SeveralPlan
@@ -63,7 +62,7 @@ def source_for(recipe: Recipe, section: TeacherConfig, field: str, stores: Store
     plan = backend_maker(recipe, section, field)(alone, section, field)
     is_stored = section.store is not None or stores == "everywhere"
     if is_stored or (section.is_loaded and section.top_tokens is not None):
-        plan = StoredPlan(plan, section, field, writes=stores == "as set")
+        plan = StoredPlan(alone, section, field, plan, writes=stores == "as set")
     prompt = teacher_prompt(recipe.data, section)
     if prompt is not None and recipe.student.vocabulary != "cross":  # the rows of another tokenizer have its template
         plan = ContextPlan(plan, prompt)
@@ -81,7 +80,7 @@ def backend_maker(recipe: Recipe, section: TeacherConfig, field: str) -> PlanMak
     if isinstance(section, PluginTeacherConfig):
         return registered_backend(section.backend, field)
     if isinstance(section, StoredTeacherConfig):
-        return ArchivedPlan
+        return StoredPlan
     if isinstance(section, ServedTeacherConfig):
         return ServerPlan
     if section.ema_decay is not None:

@@ -156,12 +156,15 @@ class Listeners:
 
     @contextmanager
     def inside(
-        self, moment: Callable[Concatenate[StepListener, P], AbstractContextManager[object]], *args: P.args
+        self,
+        moment: Callable[Concatenate[StepListener, P], AbstractContextManager[object]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Iterator[None]:
         """Enter the contexts that a method of all listeners returns, the first one outermost."""
         with ExitStack() as stack:
             for each in self:
-                stack.enter_context(getattr(each, moment.__name__)(*args))
+                stack.enter_context(getattr(each, moment.__name__)(*args, **kwargs))
             yield
 
     # --- of the objective, inside the student's forward

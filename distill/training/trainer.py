@@ -11,7 +11,7 @@ gradients over the ranks, so the loss is multiplied by the number of ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import Collator, padding_token
+from distill.data.collator import BatchColumns, Collator, padding_token
 from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
@@ -57,6 +57,7 @@ class DistillationTrainer(TransformersCompat):
         train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
             On several processes each row of an epoch is used once (`rank_batches.py`).
+        batch_columns: Columns of training batches beside the teacher's.
         more: Further arguments of `Trainer`.
 
     Raises:
@@ -76,6 +77,7 @@ class DistillationTrainer(TransformersCompat):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        batch_columns: Sequence[BatchColumns] = (),
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         **more: Any,
@@ -106,7 +108,7 @@ class DistillationTrainer(TransformersCompat):
         if device.type != "meta" and device != args.device:
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
-        self.data_collator = replace(collator, columns=self.objective.teacher.columns)
+        self.data_collator = replace(collator, columns=(*self.objective.teacher.columns, *batch_columns))
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
         self.listeners = Listeners(self.callback_handler)

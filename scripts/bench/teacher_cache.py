@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import fill
 from distill.core.files import make_folder
 from distill.core.tensor_files import write_tensors
 from distill.data.collator import Collator, move_batch
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.backends.stored.archived import teacher_of_cache
+from distill.teachers.backends.stored.epoch import fill_store
 from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed
-from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import SHARD_BYTES
-from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.store import Fills, Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
@@ -62,9 +60,9 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
     if hidden:
         write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
     required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
-    kept = StoredTeacher(LoadedTeacher(teacher), Store(plan, folder, required))
+    kept = StoredTeacher(Store(folder, Fills(plan, required)), LoadedTeacher(teacher))
     start = time.perf_counter()
-    fill(kept, [rows], batch_size=batch_size, part_bytes=SHARD_BYTES)
+    fill_store(kept, [rows], batch_size=batch_size, part_bytes=SHARD_BYTES)
     seconds = time.perf_counter() - start
     kept.close()
     return seconds
@@ -122,10 +120,10 @@ def compare(
         there = folder / name.split()[0]
         seconds = write_cache(there, teacher, rows, hidden=hidden, batch_size=batch_size)
         yield row(f"write {name}", seconds * tokens / (len(rows) * length))
-        cache = TeacherCache(there)
-        objective = DistillationObjective(teacher_of_cache(cache, student.device), student, "forward_kl")
+        store = Store(there)
+        objective = DistillationObjective(StoredTeacher(store, device=student.device), student, "forward_kl")
         spent = seconds_a_step(objective, student, rows, batch_size, steps)
-        yield row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {online / spent:.2f} x online")
+        yield row(name, spent, f"{bytes_a_token(store.manifest)} bytes a token, {online / spent:.2f} x online")
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:

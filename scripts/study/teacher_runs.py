@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.caching.make import Loaded, make_cache
+from distill.commands.cache_epoch import Loaded, make_cache
 from distill.core import console
 from distill.data.chat import template_of
 from distill.data.collator import Collator
@@ -30,11 +30,11 @@ from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.teachers.backends.local import LoadedTeacher, LocalPlan
-from distill.teachers.backends.stored.archived import teacher_of_cache
-from distill.teachers.backends.stored.plan import head_of
-from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.contents import head_of
+from distill.teachers.backends.stored.plan import StoredPlan
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.source import StoredPlan
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.load_context import LoadContext
 from distill.teachers.opening import ModelPair
 from distill.teachers.vocabulary import Vocabulary
@@ -50,12 +50,12 @@ class TeacherBench(Bench):
 
     def __init__(self, setups: Sequence[TeacherSetup], held_out: int = 128) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="study-caches-")
-        self._caches: dict[tuple[str, str], TeacherCache] = {}
+        self._caches: dict[tuple[str, str], Store] = {}
         self._stages: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
         self._right: dict[str, list[int]] = {}
         super().__init__(setups, held_out)
 
-    def cache(self, setup: TeacherSetup, recipe: Recipe, student: Any) -> TeacherCache:
+    def cache(self, setup: TeacherSetup, recipe: Recipe, student: Any) -> Store:
         """Return the cache of the teacher's outputs on a configuration's data, written on first use."""
         assert setup.tail is not None
         key = (setup.data, setup.tail)
@@ -65,7 +65,7 @@ class TeacherBench(Bench):
             teacher = LoadedTeacher(self.teacher, tokenizer=self.tokenizer)
             splits, vocabulary = self.splits(setup), Vocabulary(recipe, recipe.teacher)
             section = recipe.teacher.model_copy(update={"online_cache": str(folder)})
-            keep = StoredPlan(LocalPlan(recipe), section)
+            keep = StoredPlan(recipe, section, inner=LocalPlan(recipe))
             keep.note_data(splits)
             loaded = Loaded(
                 recipe,
@@ -87,7 +87,7 @@ class TeacherBench(Bench):
                 say=functools.partial(print, flush=True),
                 progress=functools.partial(_quietly, f"caching, {setup.tail}"),
             )
-            self._caches[key] = TeacherCache(str(folder))
+            self._caches[key] = Store(folder)
         return self._caches[key]
 
     def after_first_stage(self, setup: TeacherSetup, student: Any) -> None:
@@ -126,7 +126,7 @@ def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
     kind: dict[str, Any] = {}
     if setup.tail is not None:
         cache = bench.cache(setup, recipe, student)
-        kind = {"teacher": teacher_of_cache(cache, bench.device)}
+        kind = {"teacher": StoredTeacher(cache, device=bench.device)}
     if setup.first:
         bench.after_first_stage(setup, student)
         before = bench.judge(student, setup, recipe)

@@ -23,13 +23,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from distill.models.names import EXPERT_WEIGHTS
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.swaps import Kind, Mismatch
 
 TRIAL_EXPERTS = 4
 TRIAL_CHOICES = 2
 TRIAL_TOKENS = 12
-WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 # ---- experts
@@ -51,7 +51,7 @@ class ExpertsForm(NamedTuple):
 
 def looks_like_experts(module: nn.Module) -> bool:
     """Return whether a module holds the gate, up and down projections of several experts."""
-    held = [module._parameters.get(name) for name in WEIGHTS]
+    held = [module._parameters.get(name) for name in EXPERT_WEIGHTS]
     return all(weight is not None and weight.dim() == 3 for weight in held)
 
 

@@ -22,34 +22,10 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of, find_head
+from distill.models.names import ATTENTION_LIMITS, CONVOLUTION_WIDTHS, ORIGINAL_LENGTH
 from distill.models.patch.document_rope import KIND as LONGROPE
 from distill.models.quantised_checkpoints import quantised_by_transformers
 
-# fields that limit what a token attends to, or how (Llama 4 sharpens attention by steps), in tokens
-LIMITS = (
-    "sliding_window",
-    "window_size",
-    "attention_window_size",
-    "sliding_window_size",
-    "local_attention",
-    "keep_window_size",
-    "attention_chunk_size",
-    "index_topk",
-    "floor_scale",
-    "log_scaling_n_floor",
-)
-# widths of convolutions over tokens
-KERNELS = (
-    "conv_kernel",
-    "conv_kernel_size",
-    "conv_L_cache",
-    "conv1d_width",
-    "mamba_d_conv",
-    "linear_conv_kernel_dim",
-    "short_conv_kernel_size",
-    "ple_conv_kernel_size",
-)
-ORIGINAL = "original_max_position_embeddings"  # the length beyond which LongRoPE takes other frequencies
 LOWERED = 4  # tokens
 ROUNDINGS = 4  # documents that see each other differ by tens of percent, far more than rounding does
 CARRIES = (
@@ -105,7 +81,7 @@ class _Trial:
         self.row_by_row = row_by_row
         device: Any = find_head(model).linear.weight.device
         text = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-        kernel = max((getattr(text, name, None) or 0 for name in KERNELS), default=0)
+        kernel = max((getattr(text, name, None) or 0 for name in CONVOLUTION_WIDTHS), default=0)
         self.length = max(2 * LOWERED + 3, 2 * kernel + 3)
         words = (torch.arange(3 * (2 * self.length + 2), device=device) * 7 + 3) % text.vocab_size
         first = words.split(3 * self.length)[0]
@@ -205,14 +181,14 @@ def lowered_limits(model: nn.Module, longest: int | None = None) -> Iterator[Non
     before = [
         (owner, name, value)
         for owner in owners.values()
-        for name in LIMITS
+        for name in ATTENTION_LIMITS
         if type(value := vars(owner).get(name)) is int and value > LOWERED and (longest is None or value < longest)
     ]
     before += [
-        (config, ORIGINAL, value)
+        (config, ORIGINAL_LENGTH, value)
         for config in (*configs, *texts)
         if _long_ropes(config)
-        and type(value := vars(config).get(ORIGINAL)) is int
+        and type(value := vars(config).get(ORIGINAL_LENGTH)) is int
         and value > LOWERED
         and (longest is None or value < longest)
     ]
@@ -220,17 +196,17 @@ def lowered_limits(model: nn.Module, longest: int | None = None) -> Iterator[Non
     lengths = [
         (rope, value)
         for rope in ropes.values()
-        if (value := rope[ORIGINAL]) > LOWERED and (longest is None or value < longest)
+        if (value := rope[ORIGINAL_LENGTH]) > LOWERED and (longest is None or value < longest)
     ]
     for owner, name, _ in before:
         setattr(owner, name, LOWERED)
     for rope, _ in lengths:
-        rope[ORIGINAL] = LOWERED
+        rope[ORIGINAL_LENGTH] = LOWERED
     try:
         yield
     finally:
         for rope, value in lengths:
-            rope[ORIGINAL] = value
+            rope[ORIGINAL_LENGTH] = value
         for owner, name, value in before:
             setattr(owner, name, value)
 

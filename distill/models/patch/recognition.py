@@ -23,30 +23,17 @@ from distill_kernels.matmul.fp8 import Fp8Linear, fp8_rms_norm
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from distill.models.names import GATED_MLPS, PLAIN_MLPS, ROTARY_FUNCTION, GatedNames
 from distill.models.patch.forward_comparison import compare_forwards, perturbed
 from distill.models.patch.products import down_of_gated
 from distill.models.patch.swaps import Kind, Mismatch, epsilon_of
 
-Names = tuple[str, str | None, str]
-GATED_NAMES: tuple[Names, ...] = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("w1", "w3", "w2"),
-    ("gate_up_proj", None, "down_proj"),
-)
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": swiglu,
     "gelu_tanh": functools.partial(geglu, approximate="tanh"),
     "gelu": geglu,
 }
-NAMES = (
-    ("c_fc", "c_proj"),
-    ("fc1", "fc2"),
-    ("fc_in", "fc_out"),
-    ("up_proj", "down_proj"),
-    ("dense_h_to_4h", "dense_4h_to_h"),
-)
 APPROXIMATIONS: tuple[Literal["none", "tanh"], ...] = ("none", "tanh")
-ROTARY = "apply_rotary_pos_emb"
 
 
 def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -135,9 +122,9 @@ RMS_NORM = Kind(
 # ---- gated MLPs
 
 
-def gated_names(module: nn.Module) -> Names | None:
+def gated_names(module: nn.Module) -> GatedNames | None:
     """Return the names of a gated MLP's projections; None for another module."""
-    for names in GATED_NAMES:
+    for names in GATED_MLPS:
         if all(isinstance(getattr(module, name, None), nn.Module) for name in names if name):
             return names
     return None
@@ -155,7 +142,7 @@ def gated_activation(module: nn.Module, *, gradients: bool, **_: object) -> str 
     return _closest(module, _random(module, 3, first.in_features, scale=8.0), forwards, gradients)
 
 
-def gated_forward(names: Names, activation: str) -> Callable[..., Any]:
+def gated_forward(names: GatedNames, activation: str) -> Callable[..., Any]:
     """Replacement of a gated MLP's forward."""
     gate_name, up_name, down_name = names
     gated = ACTIVATIONS[activation]
@@ -197,7 +184,7 @@ def gelu_of(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
 
 def two_products(module: nn.Module) -> tuple[str, str] | None:
     """The names of an MLP's two products, if it has two, nothing beside them but an activation and dropout."""
-    for up, down in NAMES:
+    for up, down in PLAIN_MLPS:
         if _has_bias(getattr(module, up, None)) and isinstance(getattr(module, down, None), nn.Module):
             others = [child for name, child in module.named_children() if name not in (up, down)]
             drops = [child for child in others if isinstance(child, nn.Dropout)]
@@ -245,13 +232,17 @@ def rotary_function(module: nn.Module) -> Any:
     """The forward of an attention module that calls `apply_rotary_pos_emb` from its own file, undecorated."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
-    return forward if code is not None and ROTARY in code.co_names and ROTARY in forward.__globals__ else None
+    return (
+        forward
+        if code is not None and ROTARY_FUNCTION in code.co_names and ROTARY_FUNCTION in forward.__globals__
+        else None
+    )
 
 
 def with_our_rotary(forward: Any) -> Callable[..., Any]:
     """The same code with `apply_rotary_pos_emb` bound to our kernel; other users of that file are not touched."""
     namespace = dict(forward.__globals__)
-    namespace[ROTARY] = _apply_rotary
+    namespace[ROTARY_FUNCTION] = _apply_rotary
     ours = types.FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours
@@ -270,7 +261,7 @@ def _apply_rotary(
 
 def rotary_form(module: nn.Module, *, gradients: bool, **_: object) -> str | Mismatch:
     """Return the form of a rotary embedding function, found by running it, or how it differs from the known one."""
-    rotate = rotary_function(module).__globals__[ROTARY]
+    rotate = rotary_function(module).__globals__[ROTARY_FUNCTION]
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int):
         return Mismatch("its heads have no one width")

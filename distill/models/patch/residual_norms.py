@@ -12,24 +12,22 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.models.head import decoder_of
+from distill.models.names import PRE_NORM_LAYER, SANDWICH_NORM_LAYER
 from distill.models.output_rows import pick, projecting, put_back, rows_of
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
 from distill.models.patch.swaps import Kind, Mismatch
 
-PRE_NORM = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-SANDWICH = PRE_NORM | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-
 
 def fusable_form(module: Any) -> str | None:
     """Return the form of a layer whose norms run our forward, of `LAYER_FORWARDS`; None for any other module."""
     children = {name for name, _ in module.named_children()}
-    if "forward" in module.__dict__ or not children >= PRE_NORM or not takes_residual(module.input_layernorm):
+    if "forward" in module.__dict__ or not children >= PRE_NORM_LAYER or not takes_residual(module.input_layernorm):
         return None
-    if children == PRE_NORM and takes_residual(module.post_attention_layernorm):
+    if children == PRE_NORM_LAYER and takes_residual(module.post_attention_layernorm):
         return "pre_norm"
-    return "sandwich" if children == SANDWICH and takes_residual(module.pre_feedforward_layernorm) else None
+    return "sandwich" if children == SANDWICH_NORM_LAYER and takes_residual(module.pre_feedforward_layernorm) else None
 
 
 def _attend(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
 from distill.models.layers import find_layers
+from distill.models.names import SEPARATE_GATED
 from distill.models.patch.forward_comparison import is_close
 from distill.models.patch.shared_input import FP8_GROUP
 from distill.models.patch.swaps import (
@@ -33,7 +34,6 @@ from distill.models.patch.swaps import (
 )
 
 GAINS_FROM = 512  # N K / (N + K)
-GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def compute_in_fp8(model: nn.Module) -> int:
@@ -120,14 +120,14 @@ def _gains(group: Sequence[nn.Linear]) -> bool:
 
 def _projects_in_fp8(mlp: nn.Module) -> bool:
     """Return whether the projections of a gated MLP all compute in fp8."""
-    parts: list[Any] = [getattr(mlp, name, None) for name in GATED]
+    parts: list[Any] = [getattr(mlp, name, None) for name in SEPARATE_GATED]
     return all(isinstance(part, nn.Module) and FP8_GROUP in part.__dict__ for part in parts)
 
 
 @torch.no_grad()
 def _swiglu_form(mlp: nn.Module, **_: object) -> str | Mismatch:
     """Return the form of a gated MLP without biases that computes `down(silu(gate(x)) * up(x))`, by running it."""
-    gate, up, down = (getattr(mlp, name) for name in GATED)
+    gate, up, down = (getattr(mlp, name) for name in SEPARATE_GATED)
     if any(part.bias is not None or part._forward_hooks or part._forward_pre_hooks for part in (gate, up, down)):
         return Mismatch("it has biases or hooks")
     x = 8 * torch.randn(3, gate.in_features, generator=torch.Generator().manual_seed(0)).to(gate.weight)
@@ -156,7 +156,7 @@ def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     def forward(mlp: nn.Module, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if not mlp.training:
             return before(mlp, x, *residual)
-        y = fp8_swiglu_mlp(x.to(compute_dtype(x)), *(getattr(mlp, name).weight for name in GATED))
+        y = fp8_swiglu_mlp(x.to(compute_dtype(x)), *(getattr(mlp, name).weight for name in SEPARATE_GATED))
         return residual[0] + y if residual else y
 
     return forward

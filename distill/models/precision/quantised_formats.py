@@ -20,12 +20,13 @@ from distill.core.tensor_files import write_tensors
 from distill.models.head import bare, find_head
 from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
+from distill.models.names import QKV, SEPARATE_GATED
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
 
 FORMAT_FILE = "quantised.json"  # in a folder of weights: the format of each
 SCALES_FILE = "quantised_scales.safetensors"  # in a folder of weights: the scales of each, as the file holds them
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")  # linear layers that servers keep in 16 bits
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # linear layers that vLLM joins
+JOINED = (QKV, SEPARATE_GATED[:2])  # linear layers that vLLM joins
 CODES_FILE = "quantised_codes.safetensors"  # beside an adapter, whose folder has no weights: the codes of each weight
 
 

@@ -20,14 +20,9 @@ from transformers import PreTrainedModel
 from distill.core.errors import first_line
 from distill.models.layers import check_kept, find_layers
 from distill.models.load.read_weights import UnfitWeightsError, read_weights
+from distill.models.names import DENSE_LAYERS, LAYER_NUMBERS, PER_LAYER_LISTS
 from distill.models.prune.widths import Widths, with_widths
 
-# lists with one entry a layer, beside those of "layer"
-PER_LAYER = ("intermediate_size", "activation_sparsity_pattern", "indexer_types")
-# lists of layers' numbers
-LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "moe_layers")
-# numbers of layers before the first that has experts
-DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}  # by the dimension of the layers
 # what a module may know of its position and of others', which the configuration is held to
 POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
@@ -160,7 +155,7 @@ def cut_config(config: Any, keep: Sequence[int]) -> Any:
     for name, value in vars(text).items():
         if isinstance(value, list | tuple) and name in LAYER_NUMBERS:
             setattr(text, name, [keep.index(number) for number in value if number in keep])
-        elif isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER):
+        elif isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER_LISTS):
             setattr(text, name, [value[number] for number in keep])
         elif isinstance(value, int) and name in DENSE_LAYERS:
             setattr(text, name, sum(number < value for number in keep))

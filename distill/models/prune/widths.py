@@ -12,18 +12,16 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from distill.models.head import attention_sizes
+from distill.models.names import INTERMEDIATE, MOE_INTERMEDIATE, SHARED_INTERMEDIATE
 from distill.models.routing import check_experts, experts_field, routing_of
 from distill.recipe import FromTeacher
 from distill.recipe.from_teacher import COLUMN_AXES, ColumnAxis
 
 # fields of configurations, of which a family has at most one for each axis
 COLUMN_FIELDS: dict[ColumnAxis, tuple[str, ...]] = {
-    "intermediate": ("intermediate_size", "n_inner"),
-    "moe_intermediate": ("moe_intermediate_size",),
-    "shared_expert_intermediate": (
-        *("shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size"),
-        "moe_shared_expert_intermediate_size",
-    ),
+    "intermediate": INTERMEDIATE,
+    "moe_intermediate": MOE_INTERMEDIATE,
+    "shared_expert_intermediate": SHARED_INTERMEDIATE,
 }
 
 GROUPED = 8  # entries in 16 bytes of 16 bits: torch.nn.functional.grouped_mm requires rows that are a multiple of it

@@ -50,8 +50,15 @@ class OfRoute(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """Hash of the text."""
         return self.document.origin
+
+    @property
+    def row(self) -> int:
+        return self.document.row
+
+    @property
+    def message(self) -> int:
+        return self.document.message
 
     def columns(self) -> dict[str, np.ndarray]:
         own = self.document.columns()

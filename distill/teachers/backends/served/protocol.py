@@ -11,8 +11,8 @@ Every answer of 200 carries checksums (`integrity.py`).
 `rows` are the flat positions b * S + i whose next token is trained, ascending. Safetensors hold numbers and nothing
 else: no code, no paths. Bodies may be JSON of the same names, for use by hand; then the answer is JSON too.
 
-Hidden states of H take 2 H bytes a row in bf16; `dtype=fp8` H + 4: e4m3 of 1 sign, 4 exponent and 3 mantissa bits, each
-row divided by its largest absolute value over 448 first. K tokens take the bytes given in `stored/format.py`.
+Rows are packed as in `distill.objectives.row_packing`: hidden states of H take 2 H bytes a row in bf16 and H + 4 with
+`dtype=fp8`, whose scales are the tensor `scale`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distill.teachers.backends.stored.format import join_ids, split_ids
+from distill.objectives.row_packing import DTYPES as PACKED
+from distill.objectives.row_packing import pack_hidden, unpack_hidden
 
 PROTOCOL = 2
 BINARY = "application/octet-stream"
 JSON = "application/json"
 TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
-FP8_MOST = 448.0  # largest value of float8_e4m3fn
 FILES = (
     "config.json",
     "tokenizer.json",
@@ -282,48 +282,15 @@ def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece
 # ------------------------------------------------------------------ answers
 
 
-def fp8_rows(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `hidden` float8_e4m3fn [M, H] and `scale` fp32 [M] of hidden states [M, H]."""
-    wide = hidden.float()
-    scale = (wide.abs().amax(-1) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-    return {"hidden": (wide / scale[:, None]).to(torch.float8_e4m3fn), "scale": scale}
-
-
 def packed_rows(hidden: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
     """Return hidden states [M, H] as they are sent, in a dtype that was asked for; `auto` for their own."""
-    if dtype == "fp8":
-        return fp8_rows(hidden)
-    return {"hidden": hidden if dtype == "auto" else hidden.to(getattr(torch, dtype))}
-
-
-def row_bytes(width: int, dtype: str) -> int:
-    """Return the bytes of one row of `packed_rows`.
-
-    Args:
-        width: Hidden size H.
-        dtype: Dtype of the hidden states in the response, never `auto`.
-    """
-    return width + 4 if dtype == "fp8" else getattr(torch, dtype).itemsize * width
+    values, scale = pack_hidden(hidden, hidden.dtype if dtype == "auto" else PACKED[dtype])
+    return {"hidden": values} if scale is None else {"hidden": values, "scale": scale}
 
 
 def hidden_of(answer: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the hidden states [M, H] of an answer in `dtype`, whatever dtype they were sent in."""
-    hidden = answer["hidden"]
-    scale = answer.get("scale")
-    return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
-
-
-def pack_ids(ids: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """Pack ids int32 [M, K] as a cache stores them: 16 bits each, and the bits beyond."""
-    low, high = split_ids(ids.numpy(), columns)
-    packed = {"ids": torch.from_numpy(low)}
-    return packed if high is None else packed | {"ids_high": torch.from_numpy(high)}
-
-
-def unpack_ids(answer: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor:
-    """Return the ids int32 [M, K] of `pack_ids`."""
-    high = answer.get("ids_high")
-    return torch.from_numpy(join_ids(answer["ids"].numpy(), None if high is None else high.numpy(), columns))
+    return unpack_hidden(answer["hidden"], answer.get("scale"), dtype)
 
 
 # ------------------------------------------------------------------ who it is

@@ -18,6 +18,7 @@ from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.meta_models import meta_config, meta_student
 from distill.objectives.measure import KL, Measure, cache_measure
+from distill.objectives.row_packing import hidden_bytes
 from distill.recipe import ModelSection, Recipe, ServedTeacherConfig
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.backends.served.client import ServerConfig, Servers, token_of
@@ -184,7 +185,7 @@ class ServerPlan(TeacherPlan):
         plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
         if self.section.top_k is not None:
             plan = {"kind": "top_k", "k": self.section.top_k, "vocabulary": shape.vocabulary, "dtype": "float16"}
-        each = shape.hidden + 4 if self.section.transfer_dtype == "fp8" else bytes_a_token(plan)
+        each = hidden_bytes(shape.hidden, "fp8") if self.section.transfer_dtype == "fp8" else bytes_a_token(plan)
         return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes per trained token come from there"
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> ServerTeacher:

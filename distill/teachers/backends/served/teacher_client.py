@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from distill.core.errors import TeacherUnavailableError
+from distill.objectives.row_packing import unpack_top_k
 from distill.recipe import Recipe, ServedTeacherConfig
 from distill.teachers.backends.served.client import Servers, with_query
-from distill.teachers.backends.served.protocol import ProtocolError, TargetRequest, hidden_of, tensors_of, unpack_ids
+from distill.teachers.backends.served.protocol import ProtocolError, TargetRequest, hidden_of, tensors_of
 from distill.teachers.backends.stored.settings import default_tail
 
 TargetTensors = dict[str, torch.Tensor]
@@ -191,9 +192,7 @@ class DistillClient(HttpTeacherClient):
             if spec.top_k is None:
                 values = {"hidden": hidden_of(answer, spec.dtype)}
             else:
-                values = {"ids": unpack_ids(answer, spec.columns)} | {
-                    name: answer[name] for name in ("logprobs", "tail", "entropy", "label_logprob")
-                }
+                values = unpack_top_k(answer, spec.columns)
         except (ProtocolError, KeyError, RuntimeError, ValueError) as error:
             raise TeacherUnavailableError(
                 f"teacher.url: an invalid response: {type(error).__name__}: {error}"

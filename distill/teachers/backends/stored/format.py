@@ -10,17 +10,14 @@
         answers.json               the teacher's answers to the recipe's prompts
 
 A document is found by the hash of its tokens and of which of them are trained, so that shuffling, packing, accumulation
-and ranks cannot misalign it. The positions whose next token is trained are stored, in order. For each, with K tokens:
-
-    ids             uint16 [K], and what exceeds 16 bits in `ids_high`, 1, 2, 4 or 8 bits an id
-    logprobs        float16 [K], at the temperature; of sampled tokens the logarithm of their weight
-    tail            float16, log of the probability of all other tokens, which the rounded K cannot reproduce; of
-                    sampled tokens the entropy at the temperature
-    entropy, label_logprob    float16, exact, of the whole distribution at temperature 1, for the figures
+and ranks cannot misalign it. The positions whose next token is trained are stored, in order, each as a row of
+`distill.objectives.row_packing`: `hidden`, in fp8 with `hidden_scale`; or K tokens with their numbers at the
+temperature (of sampled tokens `logprobs` are the logarithms of their weights, and `tail` is the entropy), `entropy` and
+`label_logprob` exact, of the whole distribution at temperature 1, for the figures.
 
 At K = 64 that is 262 bytes a token for vocabularies up to 65,536, 270 up to 131,072 and 278 up to 262,144. The rounding
 of float16 moves a probability by at most 0.4 % where it is above 1e-7 (log-probabilities from -16 to -8 are 0.0078
-apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone, or in fp8 (E4M3) with `hidden_scale`, float32.
+apart).
 
 Beside them a shard has, for each document, its key, where its positions begin, and a checksum (XXH3, 64 bits) of key
 and positions, checked whenever the document is read: hashing what is copied anyway costs about 0.1 s a GiB. The
@@ -31,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +42,7 @@ from distill.core.errors import quote
 from distill.core.files import write_json
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import SUM, has_valid_checksum, with_checksum
+from distill.objectives.row_packing import FP8, hidden_bytes, top_k_bytes
 
 VERSION = 1
 PLAN = "plan.json"
@@ -57,11 +55,9 @@ TEACHER = "teacher"
 STUDENT = "student"
 KEY_BYTES = 16
 SHARD = "shard-"  # prefix of the names of shards
-FP8 = torch.float8_e4m3fn
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8}
+PART = f"{SHARD}part-"  # of those of a store that is not complete
 BITS = {torch.bfloat16: torch.uint16, FP8: torch.uint8}  # dtypes that numpy does not know, and what holds their bits
-FIGURES = ("tail", "entropy", "label_logprob")
-Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.backends.stored.plan`
+Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.backends.stored.contents`
 DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard with a value per document, not per position
 
 
@@ -112,49 +108,11 @@ def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]
             yield {name: values[number] for name, values in batch.items()}
 
 
-# ------------------------------------------------------------------ ids
-
-
-def high_bits(vocabulary: int) -> int:
-    """Return the bits of an id beyond 16, rounded up to 0, 1, 2, 4 or 8."""
-    needed = max((vocabulary - 1).bit_length() - 16, 0)
-    if needed > 8:
-        raise ValueError(f"vocabulary: expected at most {1 << 24:,} tokens, got {vocabulary:,}")
-    return next(width for width in (0, 1, 2, 4, 8) if width >= needed)
-
-
-def split_ids(ids: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Split ids [n, K] into uint16 [n, K] and packed higher bits, uint8 [n, ceil(K * bits / 8)], None without any."""
-    bits = high_bits(vocabulary)
-    low = (ids & 0xFFFF).astype(np.uint16)
-    if not bits:
-        return low, None
-    each = 8 // bits
-    high = (ids >> 16).astype(np.uint8)
-    groups = -(-ids.shape[1] // each)
-    high = np.pad(high, ((0, 0), (0, groups * each - ids.shape[1]))).reshape(len(ids), groups, each)
-    shifts = (np.arange(each) * bits).astype(np.uint8)
-    return low, np.bitwise_or.reduce(high << shifts, axis=2)
-
-
-def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.ndarray:
-    """Return the ids int32 [n, K] from the parts of `split_ids`."""
-    ids = low.astype(np.int32)
-    if high is None:
-        return ids
-    bits = high_bits(vocabulary)
-    shifts = (np.arange(8 // bits) * bits).astype(np.uint8)
-    apart = (high[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
-    return ids | (apart.reshape(len(ids), high.shape[1] * len(shifts))[:, : ids.shape[1]].astype(np.int32) << 16)
-
-
 def bytes_a_token(plan: Plan) -> int:
     """Return the bytes of one stored position under this plan."""
-    width = DTYPES[plan["dtype"]].itemsize
     if plan["kind"] == "hidden":
-        return int(width * plan["hidden"] + 4 * (plan["dtype"] == "fp8"))
-    k = plan["k"]
-    return k * (2 + width) + -(-k * high_bits(plan["vocabulary"]) // 8) + len(FIGURES) * width
+        return hidden_bytes(plan["hidden"], plan["dtype"])
+    return top_k_bytes(plan["k"], plan["vocabulary"], plan["dtype"])
 
 
 # ------------------------------------------------------------------ files
@@ -187,7 +145,6 @@ def write_signed(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Return the file of a shard."""
     return folder / f"{SHARD}{number:05d}.safetensors"
 
 
@@ -235,15 +192,15 @@ def sum_of_sums(path: Path, cure: str = "delete it") -> str:
     return digest.hexdigest()
 
 
-def sizes_of(folder: Path, count: int, cure: str) -> Sequence[int]:
-    """Return the bytes of the shards, in order.
+def sizes_of(folder: Path, names: Iterable[str], cure: str) -> list[int]:
+    """Return the bytes of shards, in order.
 
     Raises:
         ValueError: one is missing; the message has the cure.
     """
     sizes = []
-    for number in range(count):
-        path = shard_path(folder, number)
+    for name in names:
+        path = folder / name
         if not path.is_file():
             raise ValueError(f"teacher.path: {path} is missing; {cure}")
         sizes.append(path.stat().st_size)

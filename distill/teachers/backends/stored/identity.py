@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -81,3 +82,18 @@ def fingerprint_of(plan: Plan) -> dict[str, object]:
     """Return a fingerprint of the stored outputs and their teacher, whether its weights are loaded or not."""
     identity = {name: plan.get(name) for name in (*IDENTITY, "weights")}
     return {"kept_sha256": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()}
+
+
+def data_settings(recipe: Recipe, digest: str) -> dict[str, Any]:
+    """Return the settings that documents depend on: the data section without their arrangement, the source's hash."""
+    section = recipe.data.model_dump(mode="json", exclude={"packing", "workers", "cache"})
+    section["validation"] = {"source": section["validation"]["source"]}
+    return section | {"digest": digest}
+
+
+def what_differs(cached: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return the first data setting that differs from when the cache was made, in words; empty if none does."""
+    for name, value in cached.items():
+        if now.get(name) != value:
+            return f"data.{name} was {value!r} when the cache was made and is {now.get(name)!r} here"
+    return ""

@@ -1,45 +1,55 @@
-"""A teacher that is queried once for each document: its outputs are stored, and read from then on.
+"""A teacher by its store: outputs are read, and those that are missing are computed by the teacher inside, and stored.
 
-The teacher may be loaded here, sharded, or served. A micro-batch trains on what was stored of it, also where the
-teacher was queried just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a
-server sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is
-the same as later ones. Rows whose documents are all stored are read. The teacher is queried for the others, together
-and in their order: for a whole micro-batch where it is new, so that the numbers are those of a run without
-`online_cache`. Rounding depends on which rows share a batch, so a document keeps the numbers of its first query.
+The teacher inside may be loaded here, sharded, or served; a store that is only read has none, and all that it needs is
+in its folder. A micro-batch trains on what was stored of it, also where the teacher was queried just now. Hidden
+states, stored in the dtype that they are computed in, and the K tokens that a server sends are the teacher's to the
+bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is the same as later ones. Rows whose
+documents are all stored are read. The teacher is queried for the others, together and in their order: for a whole
+micro-batch where it is new, so that the numbers are those of a run without `online_cache`. Rounding depends on which
+rows share a batch, so a document keeps the numbers of its first query.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from distill.core.labels import shift_labels
 from distill.core.ranks import is_main_process
 from distill.data.collator import BatchColumns, Row, trained_rows
 from distill.models.flops import FlopCounts
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.loading import load_student
 from distill.models.precision.host_copy import for_transfer, to_device
-from distill.objectives.targets import Batch, Targets, VocabularyAlignment
+from distill.objectives.hidden import HiddenFormat, StoredHead
+from distill.objectives.row_packing import DTYPES, FP8, pack_top_k, unpack_hidden
+from distill.objectives.targets import Batch, TargetFormat, Targets, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
-from distill.objectives.top_k_encoding import rounding_cost, unpack_hidden
-from distill.recipe import Generate
+from distill.objectives.top_k_encoding import rounding_cost
+from distill.recipe import FromTeacher, Generate
+from distill.teachers.backends.stored.contents import LogitHead, head_of, stored_tensors
 from distill.teachers.backends.stored.format import (
-    ANSWERS,
-    DTYPES,
+    HEAD,
     MANIFEST,
+    STUDENT,
+    TEACHER,
     Document,
     Plan,
     documents_of,
-    write_signed,
+    read_json,
 )
-from distill.teachers.backends.stored.identity import fingerprint_of
-from distill.teachers.backends.stored.plan import LogitHead, head_of, stored_tensors, stored_top_k
-from distill.teachers.backends.stored.read import PREFIX, Shards, prompt_text
-from distill.teachers.backends.stored.store import Store
-from distill.teachers.base import Constructor, InnerTeacher, Prompt, Teacher
+from distill.teachers.backends.stored.identity import description, fingerprint_of
+from distill.teachers.backends.stored.store import PREFIX, Fills, Store
+from distill.teachers.base import AcceptedRows, Constructor, InnerTeacher, Prompt, Teacher
+from distill.teachers.calibration import cut_identity
+from distill.teachers.load_context import CutRequest, CutStudent
 
 DOCUMENTS = f"{PREFIX}documents"
 MOST_READ = 64  # micro-batches that were not collected
@@ -56,7 +66,6 @@ class RowDocuments:
 
 
 def documents_in(batch: Batch) -> RowDocuments:
-    """Return the documents of a batch of `StoredTeacher`."""
     documents: object = batch[DOCUMENTS]
     assert isinstance(documents, RowDocuments)
     return documents
@@ -67,151 +76,127 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def documents_column(rows: Sequence[Row], batch: object, collator: object) -> dict[str, RowDocuments]:
-    """Return the documents of each row as a column of their batch."""
     return {DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
 
 
-class CachedTeacher(Teacher):
-    """A teacher whose outputs are read from a store: the part that complete caches and growing ones share.
+class StoredTeacher(Teacher):
+    """A teacher whose outputs are in a store, or get there as they are needed.
 
     Args:
         store: Stored outputs.
-        device: Device of this process.
-        dtype: Dtype of hidden states.
+        inner: Teacher of hidden states, or of K tokens as servers send them, that is queried for rows that are not
+            stored; None for a store that is only read.
+        device: Device of this process; None for that of the teacher's head.
+        head: LM head of `inner`, where the caller has it; None to gather it here.
+        load: Function that opens the teacher of a store that is only read, to cut a student that is not stored; None
+            where the recipe does not name that teacher.
     """
 
     columns: Sequence[BatchColumns] = (documents_column,)
     stores_outputs = True
 
-    def __init__(self, store: Shards, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        store: Store,
+        inner: Teacher | None = None,
+        *,
+        device: torch.device | str | None = None,
+        head: LogitHead | None = None,
+        load: Callable[[], Teacher] | None = None,
+    ) -> None:
+        assert (inner is None) == store.read_only
         self.store = store
-        self.device = device
-        self.dtype = dtype
+        self.inner = inner
+        self.load = load
+        self.format: TargetFormat
+        if inner is None:
+            self.rows = AcceptedRows(supports_new_rows=False, whole_documents=True)
+            head = stored_head(store, device or "cpu")
+            if head is not None:
+                self.stored_head = StoredHead(head.weights, "the head in the teacher's cache")
+                self.format = HiddenFormat(self.stored_head, head.transform)
+        else:
+            self.models = inner.models
+            self.columns = (*inner.columns, documents_column)
+            self.rows = inner.rows
+            if store.folder is not None:
+                self.rows = inner.rows._replace(supports_new_rows=False)
+            self.format = inner.format
+            self.head = head = head or head_of(inner)  # what is stored is encoded by it
+        if not store.is_hidden:
+            self.format = TopKFormat(store.manifest)
+        self.dtype = torch.float32 if head is None else head.weights.weight.dtype
+        self.device = torch.device(device or ("cpu" if head is None else head.weights.weight.device))
         self._begin_reading()
 
     def _begin_reading(self) -> None:
         self._pool = ThreadPoolExecutor(1, "reading")
         self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
+        self._asked: dict[RowDocuments, None] = {}  # that the inner teacher has been asked for, whole
 
-    @property
-    def prefetch_depth(self) -> int:
-        return 1  # files are read early
+    def parts(self) -> list[InnerTeacher]:
+        return [] if self.inner is None else [InnerTeacher(self.inner, "", _without_documents)]
+
+    # ------------------------------------------------------------ outputs
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if needs_targets and DOCUMENTS not in batch:
             raise ValueError("batch: expected its documents in it, which Collator adds with columns=teacher.columns")
-        return _without_documents(batch)
-
-    def prefetch(self, batch: Batch) -> None:
-        """Begin to read a batch."""
-        batched = documents_in(batch)
-        if batched in self._reading or len(self._reading) > MOST_READ:
-            return
-        read = self.store.gather(batched.rows)
-        device = self.device
-        self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
-
-    def targets(self, batch: Batch) -> Targets:
-        """Return the stored targets of a batch; 0 where no token is trained.
-
-        Raises:
-            ValueError: a document is not stored.
-        """
-        return targets_of(self.store.manifest, {**batch, **self.read(batch)}, self.dtype)
-
-    def read(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return what is stored of a batch, by the names of the batch, on its device."""
-        reading = self._reading.pop(documents_in(batch), None)
-        values = self.store.gather(documents_in(batch).rows)() if reading is None else reading.result()
-        return {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
-
-    def flush(self) -> None:
-        """Cancel pending reads; of a document stored twice, another copy may be read afterwards."""
-        for reading in self._reading.values():
-            reading.cancel()
-        self._reading.clear()
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._pool.shutdown(cancel_futures=True)
-
-
-class StoredTeacher(CachedTeacher):
-    """A teacher, and the store of its outputs, which is filled as they are needed.
-
-    Args:
-        inner: Teacher of hidden states, or of K tokens as servers send them, that is queried for rows that are not
-            stored.
-        store: Stored outputs, to which missing ones are added.
-        device: Device of this process; None for that of the teacher's head.
-        head: LM head of `inner`, where the caller has it; None to gather it here.
-    """
-
-    def __init__(
-        self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
-    ) -> None:
-        head = head or head_of(inner)
-        dtype = torch.float32 if head is None else head.weights.weight.dtype
-        super().__init__(store, device or (torch.device("cpu") if head is None else head.weights.weight.device), dtype)
-        self.inner = inner
-        self.filled = store
-        self.head = head
-        self.models = inner.models
-        self.rows = inner.rows
-        self.format = inner.format if store.is_hidden else TopKFormat(store.manifest)
-        self.columns = (*inner.columns, documents_column)
-        if store.folder is not None:
-            self.rows = inner.rows._replace(supports_new_rows=False)
-        self._asked: dict[RowDocuments, None] = {}  # submitted whole
-
-    def parts(self) -> list[InnerTeacher]:
-        return [InnerTeacher(self.inner, "", _without_documents)]
+        own = _without_documents(batch)
+        return own if self.inner is None else self.inner.student_batch(own, needs_targets)
 
     @property
     def prefetch_depth(self) -> int:
-        return max(self.inner.prefetch_depth, super().prefetch_depth)
-
-    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        return self.inner.student_batch(super().student_batch(batch, needs_targets), needs_targets)
+        return max(1, super().prefetch_depth)  # files are read early
 
     def prefetch(self, batch: Batch) -> None:
         """Begin to read a batch that is stored entirely; have the teacher prefetch one of which nothing is stored."""
         batched = documents_in(batch)
-        if batched in self._asked:
+        if batched in self._asked or batched in self._reading or len(self._reading) > MOST_READ:
             return
         stored = [self.store.has(document.key) for row in batched.rows for document in row]
-        if all(stored):
-            super().prefetch(batch)
-        elif not any(stored) and len(self._reading) <= MOST_READ:
+        if self.inner is None or all(stored):
+            read = self.store.gather(batched.rows)
+            device = self.device
+            self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
+        elif not any(stored):
             self._asked[batched] = None
             self.inner.prefetch(_without_documents(batch))
 
     def prefetch_error(self, batches: Sequence[Batch]) -> str | None:
+        if self.inner is None:
+            return None
         asked = [_without_documents(batch) for batch in batches if documents_in(batch) in self._asked]
         return self.inner.prefetch_error(asked)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the stored targets of a batch, after querying the teacher for those that are not stored; 0 where no
         token is trained.
+
+        Raises:
+            ValueError: a document is not stored, and there is no teacher to query.
         """
-        fresh = self.fill(batch, self.filled)
+        fresh = None if self.inner is None else self._fill(batch, self.inner)
         if fresh is None:
-            fresh = self.read(batch)
+            fresh = self._read(batch)
         else:
             self._reading.pop(documents_in(batch), None)
-        self.filled.forget()
+        self.store.forget()
         return targets_of(self.store.manifest, {**batch, **fresh}, self.dtype)
 
-    def fill(self, batch: Batch, store: Store) -> dict[str, torch.Tensor] | None:
-        """Query the teacher for the rows of a batch that are not stored, and store its outputs.
+    def _read(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return what is stored of a batch, by the names of the batch, on its device."""
+        reading = self._reading.pop(documents_in(batch), None)
+        values = self.store.gather(documents_in(batch).rows)() if reading is None else reading.result()
+        return {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
 
-        Args:
-            batch: Batch with `columns`.
-            store: Store of this teacher.
+    def _fill(self, batch: Batch, inner: Teacher) -> dict[str, torch.Tensor] | None:
+        """Query the teacher for the rows of a batch that are not stored, and store its outputs.
 
         Returns:
             What is stored of a batch that was all new, in its order, by the names of the batch; None of any other.
         """
+        store = self.store
         batched = documents_in(batch)
         rows = batched.rows
         new_rows = [n for n, row in enumerate(rows) if not all(store.has(document.key) for document in row)]
@@ -229,7 +214,7 @@ class StoredTeacher(CachedTeacher):
             indices = list(range(len(batch["input_ids"])))
             asked = _without_documents(batch)
         documents = [document for n in indices if n < len(rows) for document in rows[n]]
-        tensors = self._outputs(asked, documents)
+        tensors = self._outputs(inner, asked, documents)
         if not new_rows:
             return None
         store.add(documents, tensors)
@@ -245,7 +230,7 @@ class StoredTeacher(CachedTeacher):
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
-    def _outputs(self, asked: Batch, documents: Sequence[Document]) -> dict[str, torch.Tensor]:
+    def _outputs(self, inner: Teacher, asked: Batch, documents: Sequence[Document]) -> dict[str, torch.Tensor]:
         """Query the teacher; return what is stored of the trained positions, in their order.
 
         Tokens are drawn by the first document's key.
@@ -253,71 +238,156 @@ class StoredTeacher(CachedTeacher):
         plan = self.store.manifest
         place = asked["valid_rows"]
         if self.head is None:
-            return stored_top_k(self.inner.sent(asked), plan)
-        hidden = self.inner.targets(asked)
+            return pack_top_k(inner.sent(asked), plan["vocabulary"], DTYPES[plan["dtype"]])
+        hidden = inner.targets(asked)
         assert isinstance(hidden, torch.Tensor)
         labels = shift_labels(asked["labels"]).flatten()[place]
         seed = int.from_bytes(documents[0].key[:7], "little") if documents else 0
         generator = torch.Generator(hidden.device).manual_seed(seed ^ int(plan["seed"]))
         return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
 
-    def flush(self) -> None:
-        """Cancel pending reads and flush the store."""
-        super().flush()
-        self.filled.flush()
-
-    def close(self) -> None:
-        """Stop reading, wait for the part that is being written, and close the teacher."""
-        super().close()
-        self.filled.finish_writing()
-        self.inner.close()
-
-    def flops_per_token(self) -> dict[str, FlopCounts | None]:
-        """Return None for the FLOPs, which depend on how often the teacher is queried."""
-        return {"": None}
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
+        """Return the teacher's responses, stored for runs that do not load it."""
+        if self.inner is None:
+            return self.store.responses(prompts, settings)
+        answers = self.inner.respond(prompts, settings)
+        if answers is not None and is_main_process():
+            self.store.add_responses(prompts, answers, settings)
+        return answers
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
+        if self.inner is None:
+            return []
         plain = _without_documents(batch)
         lines = self.inner.validate_first_batch(plain, student, pairing)
         dtype = DTYPES[self.store.manifest["dtype"]]
-        if dtype.itemsize == 1 and self.head is not None:
+        if dtype == FP8 and self.head is not None:
             hidden = self.inner.targets(plain)
             assert isinstance(hidden, torch.Tensor)
             cost = rounding_cost(hidden.flatten(0, 1)[batch["valid_rows"]], *self.head, pairing.columns, dtype)
             lines.append(f"{'keep':<12}hidden states in fp8: on one batch KL(teacher, what is stored) {cost:.2g}")
         return lines
 
-    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Return the teacher's responses, and store them for runs that will not load it."""
-        answers = self.inner.respond(prompts, settings)
-        store = self.filled
-        if answers is None or store.folder is None or not is_main_process():
-            return answers
-        if store.writes and not (store.folder / MANIFEST).is_file():
-            paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
-            write_signed(store.folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
-        return answers
+    # ------------------------------------------------------------ models
 
-    def constructor(self) -> Constructor:
-        """Return the function that makes a store whose outputs are dropped."""
-        return unsaved, (self.inner, dict(self.store.manifest))
+    def cut_student(self, request: CutRequest) -> CutStudent:
+        """Return the student that is stored; one of other layers is cut from the teacher, which is loaded for that."""
+        if self.inner is not None:
+            return self.inner.cut_student(request)
+        section = request.section
+        assert section.from_teacher is not None
+        try:
+            indices = stored_layer_indices(section.from_teacher, self.store)
+        except ValueError:
+            if self.load is None:
+                raise
+            return self.load().cut_student(request)
+        stored = section.model_copy(update={"from_teacher": None, "model": str(_folder_of(self.store) / STUDENT)})
+        return CutStudent(load_student(stored, device=request.device, dtype=request.dtype), indices)
 
     def truncated_copy(self, layers: Sequence[int]) -> StoredTeacher:
-        """Return a small teacher whose outputs are not stored."""
-        return unsaved(self.inner.truncated_copy(layers), self.store.manifest)
+        """Return a small teacher whose outputs are not stored; where all are read, a teacher that reads them too."""
+        if self.inner is not None:
+            return unsaved(self.inner.truncated_copy(layers), self.store.manifest)
+        twin = copy.copy(self)
+        twin._begin_reading()
+        return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredTeacher:
-        """Return a copy that stores nothing, since its model may be changed."""
-        return unsaved(copy.deepcopy(self.inner, memo), self.store.manifest)
+        """Return a copy that stores nothing, since its model may be changed; with a head and reads of its own."""
+        if self.inner is not None:
+            return unsaved(copy.deepcopy(self.inner, memo), self.store.manifest)
+        twin = self.truncated_copy([])
+        twin.stored_head = copy.deepcopy(self.stored_head, memo)
+        twin.format = copy.deepcopy(self.format, memo)  # whose head is the copied one
+        return twin
+
+    # ------------------------------------------------------------ state
+
+    def flush(self) -> None:
+        """Cancel pending reads and flush the store; of a document stored twice, another copy may be read afterwards."""
+        for reading in self._reading.values():
+            reading.cancel()
+        self._reading.clear()
+        self.store.flush()
+
+    def close(self) -> None:
+        """Stop reading, wait for the part that is being written, and close the teacher."""
+        self._pool.shutdown(cancel_futures=True)
+        self.store.finish_writing()
+        super().close()
+
+    def constructor(self) -> Constructor:
+        """Return a function that reads the same folder, or that makes a teacher whose outputs are not stored."""
+        if self.inner is None:
+            return read_only, (str(_folder_of(self.store).absolute()),)
+        return unsaved, (self.inner, dict(self.store.manifest))
 
     def fingerprint(self) -> dict[str, object]:
+        """Return that of the stored outputs and their teacher, which is the same while the folder is filled; where the
+        recipe does not name the teacher, the hash of the manifest, which has teacher, documents, and size and checksums
+        of every shard.
+        """
+        if self.inner is None and self.load is None:
+            manifest = _folder_of(self.store) / MANIFEST
+            return {"cache_sha256": hashlib.sha256(manifest.read_bytes()).hexdigest()}
         return fingerprint_of(self.store.manifest)
+
+    # ------------------------------------------------------------ figures
+
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
+        """Return None for the FLOPs of a teacher that is loaded, which depend on how often it is queried."""
+        return super().flops_per_token() if self.inner is None else {"": None}
+
+    def size_text(self) -> str:
+        return description(self.store.manifest) if self.inner is None else self.inner.size_text()
+
+
+def _folder_of(store: Store) -> Path:
+    assert store.folder is not None, "a store without a folder is not read only"
+    return store.folder
+
+
+def stored_head(store: Store, device: torch.device | str) -> LogitHead | None:
+    """Return the head in a store's folder, on a device; None where K tokens are stored."""
+    if not store.is_hidden:
+        return None
+    tensors = load_file(_folder_of(store) / HEAD, device=str(device))
+    weights = HeadWeights(tensors["weight"], tensors.get("bias"), None)
+    return LogitHead(weights, LogitTransform(store.manifest["scale"], store.manifest["softcap"]))
+
+
+def stored_layer_indices(cut: FromTeacher, store: Store) -> list[int] | None:
+    """Return the layers of the student that is stored, which must be those of the recipe; None of one whose parts were
+    chosen by the data.
+
+    Raises:
+        ValueError: it holds no student, or one of other layers.
+    """
+    there = store.manifest["student_layers"]
+    config = read_json(_folder_of(store) / TEACHER / "config.json") or {}
+    total = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    expected = cut_identity(cut, total)
+    if there != expected:
+        of = "layers " if isinstance(there, list) else ""
+        has = "no student" if there is None else f"the student of {of}{there}"
+        raise ValueError(
+            f"student.from_teacher: a cached teacher has no weights to cut from; {store.folder} holds {has}, expected "
+            f"{expected}. Cache with this student in the recipe, which stores it, or give student.model: the folder "
+            "of one that is cut already"
+        )
+    return expected if isinstance(expected, list) else None
+
+
+def read_only(folder: str | Path) -> StoredTeacher:
+    """Return the teacher of the complete cache in a folder."""
+    return StoredTeacher(Store(folder))
 
 
 def unsaved(inner: Teacher, plan: Plan) -> StoredTeacher:
     """Return a teacher whose outputs are those of a store, and are dropped with their batch."""
-    return StoredTeacher(inner, Store(plan, None, {}))
+    return StoredTeacher(Store(None, Fills(plan)), inner)
 
 
 def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:

@@ -28,7 +28,7 @@ from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.sources import Row as DataRow
-from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, encodable
+from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, Piece, encodable
 from distill.recipe import Context, Data, Part
 from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.rows.reading import PREFIX, ReadingColumns
@@ -38,12 +38,14 @@ LEAK = "the student's prompt holds what only the teacher reads"
 
 
 class TwoPrompts(NamedTuple):
-    """An answer after two prompts: int32 ids of both readings, the student's labels, the hash of the student's text."""
+    """An answer after two prompts: int32 ids of both readings, the student's labels, and where it comes from."""
 
     ids: np.ndarray
     labels: np.ndarray
     teacher_ids: np.ndarray
     origin: int
+    row: int
+    message: int
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the columns of `ContextEncoder.columns`."""
@@ -89,7 +91,7 @@ class ContextEncoder(Encoder):
                 assert isinstance(row, dict)
                 private, secrets = self._private(row)
                 if self.takes_ids(sample):
-                    yield self._sampled(sample, private, secrets, tally)
+                    yield self._sampled(number, sample, private, secrets, tally)
                     continue
                 sample = self.as_text(sample)
                 tally.without_end += sample.truncated
@@ -112,14 +114,16 @@ class ContextEncoder(Encoder):
         readings = dict(zip(map(id, rows), self._readings(others), strict=True))
         kept = set[int]()
         faults = dict[int, list[RowFault]]()
-        for part, ids, labels in self.encode_partly(rows, tally):
+        for encoded in self.encode_partly(rows, tally):
+            number = encoded.part.number
+            whole = Piece(encoded.ids, encoded.labels, encoded.part.origin, number)
             try:
-                both = self._both(ids, labels, readings[id(part)], part.origin, tally)
+                both = self._both(whole, readings[id(encoded.part)], tally)
             except RowFault as fault:
-                faults.setdefault(part.number, []).append(fault)
+                faults.setdefault(number, []).append(fault)
                 continue
-            kept.add(part.number)
-            yield both
+            kept.add(number)
+            yield both._replace(message=encoded.last_message(len(both.ids)))
         self.count_faults(kept, faults, tally)
 
     def _private(self, row: DataRow) -> tuple[str, list[str]]:
@@ -130,16 +134,19 @@ class ContextEncoder(Encoder):
         private = filled(context, row)
         return private, [secret for secret in _secrets(context, row, private) if len(secret) >= SHORT]
 
-    def _sampled(self, sample: Sample, private: str, secrets: Sequence[str], tally: RowCounts) -> TwoPrompts:
+    def _sampled(
+        self, number: int, sample: Sample, private: str, secrets: Sequence[str], tally: RowCounts
+    ) -> TwoPrompts:
         """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled.
 
         Args:
+            number: Index of the row.
             sample: The row.
             private: Text that only the teacher reads.
             secrets: What of it no student's prompt may contain.
             tally: Counts of the rows.
         """
-        piece = self.sampled_piece(sample, tally)
+        piece = self.sampled_piece(number, sample, tally)
         assert sample.sampled is not None
         asked = self._for_teacher(sample, private)
         prompt = self.tokenizer.decode(sample.sampled.prompt)
@@ -155,7 +162,7 @@ class ContextEncoder(Encoder):
         ids = self.ids_of([encodable(text)])[0]
         teacher_prompt = ids if ids[: len(before)] == before else [*before, *ids]
         other = np.array([*teacher_prompt, *sample.sampled.completion], dtype=np.int32)
-        return self._both(piece.ids, piece.labels, other, piece.origin, tally)
+        return self._both(piece, other, tally)
 
     def _readings(self, parts: Sequence[MaskedText]) -> Iterator[np.ndarray]:
         """Yield the teacher's ids of each text, int32; templates include the tokens that begin and end a text."""
@@ -164,10 +171,10 @@ class ContextEncoder(Encoder):
             before, last = ([], []) if part.templated else self.around(ids)
             yield np.array([*before, *ids, *last], dtype=np.int32)
 
-    def _both(
-        self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: RowCounts
-    ) -> TwoPrompts:
-        """Return both readings, cut where one of them has no more room."""
+    def _both(self, piece: Piece, other: np.ndarray, tally: RowCounts) -> TwoPrompts:
+        """Return both readings of the student's whole document, cut where one of them has no more room."""
+        ids = piece.ids
+        labels = piece.labels
         answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
         if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
             raise RowFault("the response has other tokens after the teacher's context", f"{len(answer)} tokens")
@@ -177,7 +184,9 @@ class ContextEncoder(Encoder):
         if keep < 2 or (labels[:keep] == IGNORE_INDEX).all():
             raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(other)} tokens")
         tally.truncated += surplus > 0
-        return TwoPrompts(ids[:keep], labels[:keep], other[:other_keep], origin)
+        return TwoPrompts(
+            ids[:keep], labels[:keep], other[:other_keep], piece.origin, row=piece.row, message=piece.message
+        )
 
     def _per_turn(self) -> ChatOptions:
         """Return options with an example per turn."""
@@ -197,11 +206,11 @@ class ContextEncoder(Encoder):
         more = len(asked.messages) - len(sample.messages)  # a system message with the context
         examples = []
         for example in made.examples:
-            (turn,) = example.turns
+            turn = example.turns[0]
             begin = example.spans[0][0]
             prompt = self.teacher_template.prompt(asked.messages[: turn + more], asked.tools, asked.template_kwargs)
             moved = [(start - begin + len(prompt), end - begin + len(prompt)) for start, end in example.spans]
-            examples.append(RenderedChat(prompt + example.text[begin:], moved, [turn + more]))
+            examples.append(RenderedChat(prompt + example.text[begin:], moved, [turn + more] * len(moved)))
         return TrainingChat(examples)
 
     def _for_teacher(self, sample: Sample, text: str) -> Sample:

@@ -44,6 +44,8 @@ class TokenizedPair(NamedTuple):
         answer: int32 [2], first token of the last answer, of the student's and of the teacher's: where a rollout
             begins; [0] for running text.
         origin: hash of the text.
+        row: Index of the row that it comes from.
+        message: Index of the message that the last answer is; -1 where the row is no chat.
     """
 
     student: np.ndarray
@@ -51,6 +53,8 @@ class TokenizedPair(NamedTuple):
     spans: np.ndarray
     answer: np.ndarray
     origin: int
+    row: int = -1
+    message: int = -1
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the columns of `PairEncoder.columns`, with a label at each span's first token."""
@@ -241,7 +245,8 @@ class PairEncoder(RowEncoder):
                     pairs = self._pieces(encodable(sample.text or ""))
                 if not pairs:
                     raise RowFault("too short", "no span with something before it")
-                yield from pairs
+                for pair in pairs:
+                    yield pair._replace(row=number)
 
     def _pieces(self, text: str) -> list[TokenizedPair]:
         """Return the pairs of running text, cut where both readings have a token end."""
@@ -291,7 +296,12 @@ class PairEncoder(RowEncoder):
         return before, [[], []] if ended else self.ends
 
     def _cut(
-        self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int, starts: Sequence[tuple[int, int]] = ()
+        self,
+        ids: list[np.ndarray],
+        runs: list[np.ndarray],
+        origin: int,
+        starts: Sequence[tuple[int, int]] = (),
+        messages: Sequence[int] = (),
     ) -> TokenizedPair | None:
         """Return the pair within `max_length`; None where it has no span.
 
@@ -300,6 +310,7 @@ class PairEncoder(RowEncoder):
             runs: Boundaries of the spans in both token sequences, int64 [k, 2] each.
             origin: Hash of the text.
             starts: First token, in both sequences, of each run's response; empty for plain text.
+            messages: Index of each response's message; empty where the row is no chat.
         """
         parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
         spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
@@ -310,7 +321,8 @@ class PairEncoder(RowEncoder):
         student, teacher = (own[: self.max_length] for own in ids)
         begun = [start for start in starts if start[0] <= spans[learned][-1, 0]]
         answer = np.array(begun[-1:], dtype=np.int32).reshape(-1)
-        return TokenizedPair(student, teacher, spans[learned].astype(np.int32), answer, origin)
+        message = messages[len(begun) - 1] if messages and begun else -1
+        return TokenizedPair(student, teacher, spans[learned].astype(np.int32), answer, origin, message=message)
 
     def _completion(self, prompt: str, completion: str, tally: RowCounts, *, ended: bool) -> TokenizedPair:
         """Return the pair of a prompt, masked from the loss, and its completion."""
@@ -389,7 +401,7 @@ class PairEncoder(RowEncoder):
             ):
                 run = np.concatenate([run, run[-1:] + 1])
             runs.append(run)
-        return self._partly([ids_s, ids_t], runs, text, tally, begins)
+        return self._partly([ids_s, ids_t], runs, text, tally, begins, example.turns)
 
     def _prompt(self, sample: Sample, tally: RowCounts) -> TokenizedPair:
         """Return the pair of a prompt and, in place of the answer, the token that ends a text."""
@@ -409,7 +421,9 @@ class PairEncoder(RowEncoder):
         if not self.ends[0]:
             raise ValueError("data.format: prompts need two tokenizers with an end-of-text token, got one without")
         run = np.concatenate([starts, starts + 1])
-        return self._partly(both, [run], sample.prompt or str(sample.messages), tally, [tuple(starts[0].tolist())])
+        text = sample.prompt or str(sample.messages)
+        messages = [] if sample.messages is None else [len(sample.messages)]
+        return self._partly(both, [run], text, tally, [tuple(starts[0].tolist())], messages)
 
     def _partly(
         self,
@@ -418,8 +432,9 @@ class PairEncoder(RowEncoder):
         text: str,
         tally: RowCounts,
         starts: Sequence[tuple[int, int]],
+        messages: Sequence[int] = (),
     ) -> TokenizedPair:
-        pair = self._cut(ids, runs, text_hash(text), starts)
+        pair = self._cut(ids, runs, text_hash(text), starts, messages)
         if pair is None:
             raise RowFault("nothing to compare", "no aligned span of the answer lies within data.max_length")
         tally.truncated += any(len(own) > self.max_length for own in ids)

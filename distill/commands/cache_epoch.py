@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from accelerate import PartialState
 
-from distill.caching.write import fill
 from distill.core.ranks import is_main_process, world_size
 from distill.core.units import plural
 from distill.data.load import Splits
+from distill.evaluation.cache_error import Sample, take_sample
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.head import LogitTransform, probe_logits
 from distill.models.patch.attention_choice import AttentionChoices
@@ -21,11 +21,12 @@ from distill.models.sharding import SINGLE_PROCESS
 from distill.planning.cache_memory import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.teachers.backends.stored.archived import section_to_load
+from distill.teachers.backends.stored.contents import LogitHead, head_of
+from distill.teachers.backends.stored.epoch import fill_store
 from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
-from distill.teachers.backends.stored.plan import LogitHead, head_of
+from distill.teachers.backends.stored.maker import section_to_load
+from distill.teachers.backends.stored.plan import StoredPlan
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.source import StoredPlan
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.base import Teacher
@@ -42,7 +43,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         recipe, splits, pair: Recipe, data and models, as of a run.
-        keep: the store's source, which has noted the rows as the teacher reads them.
+        keep: the store's plan, which has noted the rows as the teacher reads them.
         backend: the teacher without other rows.
         context: device, dtypes and placement that it was opened with.
         vocabulary: Tokenizers of the recipe.
@@ -64,13 +65,18 @@ class Loaded(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of the vocabulary that teacher and student share."""
         return self.pair.vocab_size or self.backend.format.properties.columns[0]
 
     @property
     def measures(self) -> bool:
         """True where the error of what is stored can be measured: for hidden states, and one tokenizer."""
         return self.head is not None and self.pair.teacher.rows.reading != "retokenised"
+
+    def sample(self, positions: int = 512) -> Sample:
+        """Return outputs of both models at held-out positions, to measure the error on; every process calls this."""
+        assert self.head is not None
+        rows = self.splits.validation
+        return take_sample(self.pair, self.head, self.student_transform, rows, self.columns, positions)
 
 
 def recipe_to_store(recipe: Recipe) -> Recipe:
@@ -156,8 +162,7 @@ def make_cache(
     keep.option = "--out"
     keep.chosen = settings
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
-    store = kept.filled
-    assert store is not None
+    store = kept.store
     splits = [keep.noted.train, keep.noted.validation]
     if is_main_process():
         _announce(loaded, store, say)
@@ -167,7 +172,7 @@ def make_cache(
         with_store(loaded.pair.teacher, kept).respond(section.prompts, section)
     rows = settings.batch_size or recipe.train.batch_size
     with progress(sum(store.required.values())) as advance:
-        fill(kept, splits, batch_size=rows, part_bytes=settings.shard_bytes, advance=advance)
+        fill_store(kept, splits, batch_size=rows, part_bytes=settings.shard_bytes, advance=advance)
     return read_json(folder / MANIFEST) if is_main_process() else None
 
 

@@ -53,7 +53,7 @@ from distill.planning.cache_memory import shards_for_queries
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.backends.sharded import load_sharded_teacher
-from distill.teachers.backends.stored.archived import maker_section
+from distill.teachers.backends.stored.maker import maker_section
 from distill.teachers.registry import source_of
 
 log = logging.getLogger(__name__)

@@ -14,17 +14,17 @@ Numbers are rounded as in storage before they are compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
 
-from distill.caching.make import Loaded
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator, move_batch
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.objectives.losses import LogitTransforms
+from distill.objectives.row_packing import DTYPES
 from distill.objectives.top_k_encoding import (
     Encoding,
     TopK,
@@ -34,8 +34,9 @@ from distill.objectives.top_k_encoding import (
     rounding_cost,
     surplus_of,
 )
-from distill.teachers.backends.stored.format import DTYPES
+from distill.teachers.backends.stored.contents import LogitHead
 from distill.teachers.backends.stored.settings import TAILS
+from distill.teachers.opening import ModelPair
 
 KS = (8, 16, 32, 64, 128, 256)
 
@@ -74,26 +75,35 @@ class Sample(NamedTuple):
 
 
 @torch.no_grad()
-def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
-    """Run both models over held-out rows until there are that many positions."""
-    teacher = loaded.pair.teacher
-    student = loaded.pair.student
-    device = loaded.context.device
-    head = loaded.head
+def take_sample(
+    pair: ModelPair, head: LogitHead, student_transform: LogitTransform, rows: Any, columns: int, positions: int
+) -> Sample:
+    """Run both models over rows until there are that many positions.
+
+    Args:
+        pair: Both models; the teacher gives hidden states.
+        head: LM head of the teacher.
+        student_transform: Scale and soft cap of the student's logits.
+        rows: Held-out rows.
+        columns: Number of vocabulary entries that are compared.
+        positions: Number of positions.
+    """
+    teacher = pair.teacher
+    student = pair.student
+    device = next(student.parameters()).device
     collate = Collator(0, omit_plain_positions=True, columns=teacher.columns)
-    assert head is not None
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     with eval_mode(student):
-        for number in range(len(loaded.splits.validation)):
-            batch = move_batch(collate([loaded.splits.validation[number]]), device)
-            rows = batch["valid_rows"]
+        for number in range(len(rows)):
+            batch = move_batch(collate([rows[number]]), device)
+            places = batch["valid_rows"]
             own = teacher.student_batch(batch, True)
             body = {name: value for name, value in own.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
             targets = teacher.targets(batch)
-            labels = shift_labels(batch["labels"]).flatten()[rows]
+            labels = shift_labels(batch["labels"]).flatten()[places]
             assert isinstance(targets, torch.Tensor)
-            parts.append((targets.flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
+            parts.append((targets.flatten(0, 1)[places], hidden.flatten(0, 1)[places], labels))
             if sum(len(part[2]) for part in parts) >= positions:
                 break
     teacher_hidden, student_hidden, labels = (torch.cat(part)[:positions] for part in zip(*parts, strict=True))
@@ -103,9 +113,9 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
         head.weights,
         read_head(find_head(student)),
         head.transform,
-        loaded.student_transform,
+        student_transform,
         labels,
-        loaded.columns,
+        columns,
     )
 
 
@@ -202,7 +212,6 @@ def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) ->
 
 
 def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Return the loss and its gradients for the student's hidden states and head."""
     weight = sample.student_head.weight.detach().clone().requires_grad_()
     hidden = sample.student_hidden.detach().to(weight.dtype).requires_grad_()
     value = loss(hidden, weight)

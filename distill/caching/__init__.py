@@ -1,1 +1,0 @@
-"""Teacher outputs written to disk: caches, their error, sampled responses."""
