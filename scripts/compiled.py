@@ -7,6 +7,7 @@ makes docs/reference/compiled-kernels.md. tests/test_compiles.py holds the same 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -262,14 +263,20 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every combination; those marked `paired` are enough for each pair of values, the family among them."""
+    """Every combination; those marked `paired` are enough for each pair of values, the family among them.
+
+    A part of one axis is paired with fewer: each family and each value occurs.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
-    from grids import pairwise
+    from grids import covering
 
     for part, (_, axes) in PARTS.items():
-        for point in pairwise({"family": FAMILIES, **axes, **({} if axes else {"": (None,)})})[1]:
-            family, *values = point.values
-            yield Case(family, part, tuple(zip(axes, values, strict=False)), not point.marks)
+        values = [list(FAMILIES), *(list(axis) for axis in axes.values())]
+        sizes = [len(axis) for axis in values]
+        paired = set(covering(sizes, 2 if len(axes) > 1 else 1))
+        for point in itertools.product(*map(range, sizes)):
+            family, *at = (axis[number] for axis, number in zip(values, point, strict=True))
+            yield Case(family, part, tuple(zip(axes, at, strict=True)), point in paired)
 
 
 def rows_of(case: Case) -> Iterator[dict[str, object]]:

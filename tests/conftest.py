@@ -140,9 +140,25 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(memory / 5)))
 
 
+def pytest_make_parametrize_id(val) -> str | None:
+    """Name dtypes and small values of a case as they are written, not by their place in the list of cases."""
+
+    def plain(value) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(plain, value))
+        if isinstance(value, dict):
+            return all(map(plain, value.values()))
+        return value is None or isinstance(value, str | int | float | torch.dtype)
+
+    if isinstance(val, torch.dtype) or (isinstance(val, list | tuple | dict) and plain(val)):
+        name = str(val)
+        return name if name.isascii() and name.isprintable() and len(name) <= 100 else None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
-def pytest_collection_modifyitems(items):
-    _leave_few(items)
+def pytest_collection_modifyitems(items, config):
+    config.unknown_cases = _leave_plain(items)  # read by tests/test_house.py
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
@@ -150,18 +166,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NEEDS_ONE))
 
 
-def _leave_few(items):
-    """Keep n evenly spread cases of each test marked `few(n)` in a plain `pytest`; mark the others `full`."""
-    cases = {}
+def _leave_plain(items) -> list[str]:
+    """Mark `full` what a test marked `plain(*ids)` does not name; return the names of cases that there are not."""
+    unknown = {}
     for item in items:
-        if item.get_closest_marker("few") and not {"full", "slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
-            cases.setdefault((item.path, item.originalname), []).append(item)
-    for of_one in cases.values():
-        left = of_one[0].get_closest_marker("few").args[0]
-        chosen = {round(turn * (len(of_one) - 1) / max(left - 1, 1)) for turn in range(left)}
-        for number, item in enumerate(of_one):
-            if number not in chosen:
-                item.add_marker(pytest.mark.full)
+        mark = item.get_closest_marker("plain")
+        if mark is None:
+            continue
+        test, case = item.nodeid.split("[")[0], item.callspec.id
+        unknown.setdefault(test, set(mark.args)).discard(case)
+        if case not in mark.args and not any(item.get_closest_marker(name) for name in ("slow", "gpu")):
+            item.add_marker(pytest.mark.full)
+    return [f"{test}: plain({name!r})" for test, names in unknown.items() for name in sorted(names)]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,43 +1,54 @@
-"""Grids of tests: every pair of values in a plain `pytest`, the rest of the product under `pytest -m full`.
+"""Grids of tests: each value of each axis in a plain `pytest`, every pair of values under `pytest -m full`.
 
 @pytest.mark.parametrize(*pairwise({"dtype": DTYPES, "rows, columns": [(1, 1), (3, 7)], "mask": MASKS}))
 def test_masks(dtype, rows, columns, mask): ...
+
+Nothing takes every combination: what two values do together is tried, what only three do together is not.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+Point = tuple[int, ...]  # of each axis, the number of a value
 
-def pairwise(axes: Mapping[str, Iterable[Any]]) -> tuple[str, list]:
-    """Arguments of `parametrize` for the product of `axes`, whose names may be of several arguments ("rows, columns").
 
-    A few combinations, in which each value of an axis meets each value of every other one, are left unmarked; of two
-    axes, where all pairs are the product, those in which each value occurs. All others are marked `full`. The choice is
-    the same each time: greedily, the combination that adds most, of values that were used least.
+def covering(sizes: Sequence[int], together: int) -> list[Point]:
+    """A few points of a grid in which each value of `together` axes meets each value of the others.
+
+    The choice is the same each time: greedily, the point that adds most, of values that were used least.
     """
-    values = [list(axis) for axis in axes.values()]
-    combinations = list(itertools.product(*(range(len(axis)) for axis in values)))
-    together = 2 if len(values) > 2 else 1
-    covers = {each: set(itertools.combinations(enumerate(each), together)) for each in combinations}
+    points = list(itertools.product(*map(range, sizes)))
+    covers = {point: set(itertools.combinations(enumerate(point), together)) for point in points}
     missing, chosen, uses = set().union(*covers.values()), set(), Counter()
     while missing:
-        best = max(combinations, key=lambda each: (len(covers[each] & missing), -sum(uses[v] for v in enumerate(each))))
+        best = max(points, key=lambda point: (len(covers[point] & missing), -sum(uses[v] for v in enumerate(point))))
         chosen.add(best)
         missing -= covers[best]
         uses.update(enumerate(best))
+    return sorted(chosen)
+
+
+def pairwise(axes: Mapping[str, Iterable[Any]]) -> tuple[str, list]:
+    """Arguments of `parametrize` for `axes`, whose names may be of several arguments ("rows, columns").
+
+    Unmarked are points in which each value occurs; more, in which all pairs of values do, are marked `full`.
+    """
+    values = [list(axis) for axis in axes.values()]
+    sizes = [len(axis) for axis in values]
+    plain = covering(sizes, 1)
     made = []
-    for each in combinations:
+    for point in sorted({*plain, *covering(sizes, 2)}):
         arguments: list[Any] = []
-        for name, axis, index in zip(axes, values, each, strict=True):
+        for name, axis, index in zip(axes, values, point, strict=True):
             arguments += axis[index] if "," in name else [axis[index]]
         name = "-".join(_name(argument) for argument in arguments)
-        made.append(pytest.param(*arguments, id=name, marks=() if each in chosen else pytest.mark.full))
+        made.append(pytest.param(*arguments, id=name, marks=() if point in plain else pytest.mark.full))
     return ", ".join(axes), made
 
 

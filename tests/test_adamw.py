@@ -50,7 +50,14 @@ def any_device(request):
     return request.getfixturevalue("kernel_device") if request.param == "kernel" else torch.device("cpu")
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain(
+    "kernel-False-torch.float32",
+    "kernel-False-torch.float16",
+    "kernel-True-torch.bfloat16",
+    "reference-False-torch.bfloat16",
+    "reference-True-torch.float32",
+    "reference-True-torch.float16",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_updates_equal_torchs(any_device, dtype, maximize):
@@ -74,7 +81,12 @@ def test_updates_equal_torchs(any_device, dtype, maximize):
         assert_as_good_as_torch(*values, dtype, name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain(
+    "kernel-torch.float32-torch.float32",
+    "kernel-torch.bfloat16-torch.float32",
+    "reference-torch.float32-torch.bfloat16",
+    "reference-torch.bfloat16-torch.bfloat16",
+)
 @pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 def test_states_of_another_dtype(any_device, parameter, state):
@@ -198,7 +210,7 @@ def test_clips_over_all_groups_as_torch(any_device, max_norm, clips):
     assert_as_good_as_torch(flat(ours), flat(eager), flat(eager), torch.float32)
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("kernel-nan", "kernel--inf", "reference--inf")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_skips_a_step_that_is_not_finite(any_device, bad):
     params = make(device=any_device)
@@ -243,7 +255,7 @@ def test_scaled_gradients_of_a_grad_scaler(any_device):
     assert torch.equal(flat(params), before)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("kernel-foreach", "reference-fused")
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_state_dicts_load_from_and_into_torchs_adamw(any_device, kind):
     def torch_optimizer(params):
@@ -275,7 +287,7 @@ def test_loading_respects_hooks_and_copies_the_state():
         assert torch.equal(loaded, saved) and loaded.data_ptr() != saved.data_ptr()
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("kernel-state_dict", "reference-deepcopy")
 @pytest.mark.parametrize("copying", ["state_dict", "deepcopy"])
 def test_resumes_bit_for_bit(any_device, copying):
     settings = {**SETTINGS, "state_dtype": torch.float32, "stochastic_rounding": True, "seed": 9}
@@ -356,7 +368,7 @@ def test_learning_rate_as_tensor_and_by_schedule(any_device):
     assert_as_good_as_torch(flat(ours), flat(eager), flat(eager), torch.float32)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("kernel")
 def test_many_tensors_of_mixed_dtypes_share_launches(any_device):
     shapes = [(1 + 7 * i % 61,) for i in range(120)]
     ours, eager = make(shapes, device=any_device), make(shapes)

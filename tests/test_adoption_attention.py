@@ -37,7 +37,7 @@ def test_padding_takes_our_attention_with_the_same_numbers(kind, form, caplog):
     assert ("zeros between a row's ones" in caplog.text) == (form == "gap")
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["both", "right", "left"])
 def test_padding_on_the_kernels_themselves(form, kernel_device):
     model = make("mistral", hidden=64).to(kernel_device)

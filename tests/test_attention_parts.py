@@ -55,13 +55,12 @@ def check(shape, dtype, device, options, parts):
     assert relative_error(lse, exact_lse) < 2e-6
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(*pairwise({"parts": [2, 7], "mask": MASKS}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, parts):
     check((1, 2, 1, 70, 70, 16), torch.bfloat16, kernel_device, MASKS[mask], parts)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("(2, 6, 2, 40, 40, 32)", "(1, 1, 1, 2, 40, 256)")
 @pytest.mark.parametrize(
     "shape",
     [

@@ -85,7 +85,7 @@ def drawn(layout, heads, positions, size, dtype):
     return (plain, wide[:, 1:, :, 1 : size + 1].transpose(1, 2), plain.contiguous(), plain[:1].expand_as(plain))[layout]
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("sm_90")
 @pytest.mark.skipif(LAUNCH_HOOKS is None, reason="needs triton")
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_plans_start_what_tritons_lookup_would(family, monkeypatch):

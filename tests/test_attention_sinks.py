@@ -78,13 +78,12 @@ def check(shape, dtype, device, sinks_dtype=None, **options):
     assert error <= SLACK * theirs + FLOOR[dtype], f"dsinks: error {error:.3e}, torch's {theirs:.3e} ({dtype})"
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 4, 2, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain("(1, 4, 2, 6, 6, 16)", "(1, 8, 1, 40, 40, 64)", "(1, 2, 1, 20, 75, 32)", "(1, 1, 1, 36, 36, 256)")
 @pytest.mark.parametrize(
     "shape",
     [
@@ -187,7 +186,7 @@ def test_gradient_of_sinks_alone(kernel_device):
     assert torch.equal(alone, gradients(ours(masking), q, k, v, sinks, dout)[-1])
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)

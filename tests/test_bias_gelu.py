@@ -18,7 +18,6 @@ def make(device, rows, columns, dtype):
     return x, draw(columns, dtype=dtype, device=device, seed=1)
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize(
     *pairwise(
         {"dtype": DTYPES, "approximate": APPROXIMATE, "rows, columns": [(1, 1), (3, 7), (70, 64), (5, 1025), (130, 40)]}

@@ -168,7 +168,7 @@ def within_memory(family, kernels):
     return kernels
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("linear losses")
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_kernels_compile_for_sm_90(name):
     snippet, kernels = SNIPPETS[name]

@@ -139,7 +139,17 @@ def figures_of_base(place):
     return figures
 
 
-@pytest.mark.few(9)
+@pytest.mark.plain(
+    "served, context",
+    "served and filled, context",
+    "served, retokenised",
+    "filled, retokenised",
+    "routed: filled with a context, served and filled",
+    "routed: served and retokenised",
+    "routed: served and retokenised, on-policy",
+    "served with a context, in a mixture, on-policy",
+    "mixture: served, filled",
+)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
     base, text = COMPOSITIONS[name]
@@ -190,7 +200,7 @@ def test_a_run_whose_stores_are_full_by_now_is_resumed(name, stores, place, addr
         assert hash_of(run(recipe, name="golden", resume=True).folder / "student") == expected
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("on-policy")
 @pytest.mark.parametrize("rows", [OWN, TOLD], ids=["on-policy", "data"])
 def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place):
     """And not the teacher without its context."""

@@ -105,7 +105,7 @@ def test_a_tokenizer_that_decodes_differently_is_reported():
 # ------------------------------------------------------------------------------------------------- the end of the run
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("False-held_out", "True-save_student")
 @pytest.mark.parametrize("stage", ["held_out", "save_student"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_weights_outlive_what_fails_after_the_last_step(place, fault, capsys, stage, lora):

@@ -72,7 +72,24 @@ def test_the_columns_that_data_loading_sends_to_its_workers_hold_no_model(subjec
         assert len(pickle.dumps(subject_of(name).teacher.columns)) < 1000, name
 
 
-@pytest.mark.few(16)
+@pytest.mark.plain(
+    "one",
+    "drawing",
+    "student top k",
+    "several",
+    "several informed",
+    "informed",
+    "informed answering",
+    "routed answering",
+    "routed informed",
+    "routed across",
+    "routed top k",
+    "bucket",
+    "renormalize",
+    "hidden",
+    "served",
+    "launched",
+)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_invariant_holds(name, subject_of):
     subject = subject_of(name)
@@ -83,7 +100,7 @@ def test_every_invariant_holds(name, subject_of):
         assert "forward" not in subject.student.__dict__, check.__name__
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("one", "routed informed", "launched")
 @pytest.mark.parametrize("name", EVERY)
 def test_resume_is_exact(name, subject_of):
     finding = invariants_runs.resume_is_exact(subject_of(name))
@@ -109,7 +126,7 @@ def place(recipes_of_kinds, monkeypatch):
     monkeypatch.setattr(examine, "RUN_CHECKS", ())
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("one", "bucket")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_examined(name, place, capsys):
     assert run_command(["doctor", f"{name}.yaml"]) == 0, capsys.readouterr()

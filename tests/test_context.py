@@ -349,7 +349,7 @@ def test_running_text_has_no_answers(tmp_path, monkeypatch):
         data_of(tmp_path, [{"text": "Some text."}] * 3, monkeypatch, "{template: Calm.}")
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_run_learns_from_its_own_prompted_self(tmp_path, monkeypatch, own):
     """The divergence from the teacher, which knows the hint, becomes smaller; on the data's answers and on its own."""

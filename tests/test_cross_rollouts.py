@@ -204,7 +204,7 @@ def figures(place):
         return figures_of(Golden(BASE), None)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain(", max_staleness: 1")
 @pytest.mark.parametrize("more", [", max_staleness: 1", ", samples: 2"])
 def test_a_served_teacher_changes_no_bit(more, place, addressed):
     def recipe(teacher):

@@ -134,7 +134,7 @@ def drawn(family, **more):
     [
         ("gemma4_text", [1, 3], {}),  # heads of another width in full attention, by `per_layer_config`
         ("gemma4_text", [0, 2, 3], {}),
-        ("dots3_note_text", [0, 2], {}),
+        pytest.param("dots3_note_text", [0, 2], {}, marks=pytest.mark.full),
         ("deepseek_v3", [1, 3], {}),  # numbers of dense layers before those with experts
         ("glm4_moe", [2], {}),
         ("lfm2_moe", [2, 3], {}),

@@ -26,7 +26,14 @@ def drawn(device, dtype, *shape):
 TILES = [fused_linear.Tile(16, 32), fused_linear.Tile(16, 16, 3), fused_linear.Tile(32, 64, 2)]
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain(
+    "1-qkv-Tile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
+    "1-down-Tile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
+    "17-biases-Tile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
+    "17-down-Tile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
+    "65-biases-Tile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
+    "65-down with bias-Tile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("kind", ["qkv", "biases", "gate_up", "down", "down with bias"])
@@ -83,7 +90,14 @@ def stream_of(x, norm, dtype, parts=3):
     return Stream(x, (x.float() * norm.float() / 16).to(dtype), squares)
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain(
+    "4-2-16-None-False-1-torch.float32",
+    "4-2-16-5-True-3-torch.float32",
+    "3-1-64-5-True-1-torch.bfloat16",
+    "8-1-48-None-False-3-torch.bfloat16",
+    "2-2-8-None-False-1-torch.float16",
+    "2-2-8-5-True-3-torch.float16",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("window, normed", [(None, False), (5, True)])
@@ -123,7 +137,7 @@ def test_attention_equals_the_reference(kernel_device, heads, kv_heads, size, wi
         assert_as_good_as_torch(*three, dtype, name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain("0.0-203-torch.float32", "1.0-203-torch.float32", "1.0-203-torch.float16", "0.7-150-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("temperature, columns", [(0.0, 203), (1.0, 203), (0.7, 150)])
 def test_tokens_and_sequence_state(kernel_device, temperature, columns, dtype):

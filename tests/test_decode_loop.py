@@ -48,7 +48,7 @@ def ours(model, prompts, new, ends=(0,), **more):
     return DecodeLoop(model, EngineSettings(2, ends)).generate(prompts, max_new_tokens=new, **more)
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain("llama", "smollm2", "gemma2", "gpt2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(kind):
     # transformers' mask for gemma2's eager attention overflows its float32 softmax where weights are float64
@@ -136,7 +136,7 @@ def test_patched_models_and_training_hooks_play_no_part():
     assert ours(model, PROMPTS, 12).tokens == expected
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_kernels_give_the_same_tokens(kernel_device, kind):
     model = tiny_model(**KINDS[kind])

@@ -93,7 +93,7 @@ def test_finished_sequences_free_their_slots(way, steps):
         assert 0 < len(steps) < 0.8 * in_batches(MANY, found.tokens, 4)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("True")
 @pytest.mark.parametrize("fused", [True, False])
 def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps):
     model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)

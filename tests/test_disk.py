@@ -108,7 +108,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
     same_end(place / "runs/x", whole)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("4")
 @pytest.mark.parametrize("kib", [4, 8, 12, 16, 24, 40])
 def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
     """The cure in the message works: start again, or --resume where the run has begun and --name would refuse."""

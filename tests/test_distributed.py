@@ -196,7 +196,7 @@ def two_processes(tmp_path_factory, request):
     return torch.load(folder / "results.pt", weights_only=True)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("tied")
 @pytest.mark.parametrize("kind", DDP_CASES)
 def test_ddp_equals_one_process(two_processes, kind, tmp_path):
     alone = train_with_trainer(kind, tmp_path, batch_size=8, accumulation=1)
@@ -208,7 +208,7 @@ def test_ddp_equals_one_process(two_processes, kind, tmp_path):
         assert two_processes[kind]["figures"][name] == pytest.approx(values, rel=1e-6), name
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("tied 1", "lora 4")
 @pytest.mark.parametrize("case", FSDP_CASES)
 def test_fsdp2_equals_one_process(two_processes, case):
     expected, got = whole_gradient(case.split()[0]), two_processes[case]

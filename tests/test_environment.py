@@ -340,7 +340,9 @@ def test_a_resumed_run_is_bit_identical_though_the_environment_is_random(folder)
     assert hash_of(run(recipe, name="golden", plugin=Path("dice.py")).folder / "student") != weights
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain(
+    "[\"teacher.context={template: 'They are called {name}.', place: system}\"]", "['data.on_policy.store_every=2']"
+)
 @pytest.mark.parametrize(
     "more",
     [

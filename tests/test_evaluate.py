@@ -63,7 +63,7 @@ def exact(student, teacher, rows):
     return HeldOut(tokens, *(sums / tokens).tolist())
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("llama", "granite")
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_equal_full_logits(kind, rows):
     tokenizer = tiny_tokenizer()

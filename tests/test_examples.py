@@ -101,7 +101,7 @@ def test_lightning_style_module_learns():
     assert losses[-1] < 0.7 * losses[0] and accuracies[-1] > accuracies[0], (losses, accuracies)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("True")
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_example_with_lora_learns_and_loads(patch_first):
     losses, loaded = load("peft_lora").main(steps=30, patch_first=patch_first)

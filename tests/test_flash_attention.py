@@ -87,13 +87,19 @@ MASKS = {
 }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 2, 1, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain(
+    "(1, 1, 1, 2, 2, 32)",
+    "(1, 2, 2, 33, 33, 16)",
+    "(2, 6, 2, 50, 50, 32)",
+    "(1, 2, 1, 75, 20, 32)",
+    "(1, 2, 2, 45, 45, 33)",
+    "(1, 1, 1, 36, 36, 256)",
+)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -294,7 +300,7 @@ def test_reference_equals_torch():
     assert relative_error(reference_attention(q, k, v, Masking(True, 8**-0.5))[0], theirs) < 1e-12
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)

@@ -43,7 +43,6 @@ def check(y, x, gate, up, biases=(None, None), activation="silu"):
     assert rows.max() <= 2e-2 * torch.linalg.vector_norm(exact, dim=-1).mean()
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     *pairwise(
         {

@@ -47,7 +47,6 @@ def read_back(path: Path, **more):
     ).eval()
 
 
-@pytest.mark.few(2)
 def test_a_header_is_read_once_until_the_file_changes(tmp_path, monkeypatch):
     """`check` asks for a configuration forty times; a header with 49,152 tokens takes three seconds."""
     write_gguf(saved(tmp_path / "student"), tmp_path / "m.gguf", "f32")
@@ -94,7 +93,7 @@ def test_a_file_reads_back_as_the_same_model(kind, more, tmp_path):
     assert not list(tmp_path.glob("*unfinished*"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("f16")
 @pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])
 def test_types_round_as_they_say(type, tmp_path):
     folder = saved(tmp_path / "m")
@@ -146,7 +145,7 @@ def test_models_that_the_format_cannot_describe_are_refused(kind, more, message,
 # ---------------------------------------------------------------- tokenizers
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("-llama-bpe", "-gpt-2")
 @pytest.mark.parametrize(
     "split, name",
     [
@@ -210,7 +209,7 @@ def test_a_tokenizer_beside_a_file_is_not_taken_for_the_files(tmp_path):
 # ---------------------------------------------------------------- the check
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("order-differs in the file", "merges-encodes")
 @pytest.mark.parametrize(
     "told, message",
     [

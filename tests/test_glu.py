@@ -24,7 +24,6 @@ def make(device, rows, columns, dtype):
     return gate, draw(rows, columns, dtype=dtype, device=device, seed=1)
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize(
     *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (4, 256), (5, 1025)]})
 )
@@ -32,7 +31,6 @@ def test_separate_gate_and_up_equal_the_reference(kernel_device, rows, columns, 
     check_layer(FUNCTIONS[activation], reference(activation), make(kernel_device, rows, columns, dtype), dtype)
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (2, 1030)]})
 )

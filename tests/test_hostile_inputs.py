@@ -151,7 +151,12 @@ def refused_everywhere(run_folder, expected):
         assert "\n" not in str(raised.value) and not Path("out").exists()
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain(
+    "attn_implementation-nobody/kernels",
+    "_attn_implementation-nobody/kernels",
+    "_attn_implementation-7",
+    "experts_implementation-7",
+)
 @pytest.mark.parametrize("name", ["nobody/kernels", {"": "nobody/kernels"}, "flash|nobody/kernels@main:attend", 7])
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_a_configuration_fetches_no_code(run_folder, name, key):
@@ -161,7 +166,11 @@ def test_a_configuration_fetches_no_code(run_folder, name, key):
     refused_everywhere(run_folder, "fetched as code")
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain(
+    "{'num_hidden_layers': 1000000000}-expected at most 4,096 for num_hidden_layers",
+    "{'num_attention_heads': []}-student",
+    "{'num_hidden_layers': None}-student",
+)
 @pytest.mark.parametrize(
     "change, expected",
     [
@@ -203,7 +212,7 @@ def test_configurations_that_are_none(run_folder, content, expected):
         load_teacher(LocalTeacherConfig(model=str(run_folder / "student")))
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("weights.bin", "/etc/passwd", "7")
 @pytest.mark.parametrize("name", ["weights.bin", "../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", 7])
 def test_an_index_names_safetensors_of_its_own_folder(run_folder, saved, name):
     """Pickles behind the index of a folder with a safetensors file for show."""
@@ -290,7 +299,7 @@ def test_no_control_character_reaches_a_stream(capsys, monkeypatch):
 # ------------------------------------------------------------------ traces that were one line too few
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("jsonl", "txt")
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
 def test_damaged_gzip_is_counted_or_refused(kind):
     content = {"json": json.dumps(ROWS), "csv": "text\n" + "".join(r["text"] + "\n" for r in ROWS * 500)}
@@ -320,7 +329,6 @@ LAYERS = ("llama.block_count", 4, struct.pack("<I", 2))
 HUGE = struct.pack("<Q", 1 << 60)
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "entries, more, expected",
     [

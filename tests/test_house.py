@@ -40,6 +40,13 @@ print([name for name in {forbidden!r} if name in sys.modules])
     assert result.stdout.splitlines()[-1] == "[]", f"{statement} brings in {result.stdout.splitlines()[-1]}"
 
 
+def test_cases_of_a_plain_run_exist(pytestconfig):
+    """Of all tests that were collected: a name that no case has any more would move its test under `-m full`."""
+    if any("[" in given for given in pytestconfig.args):
+        pytest.skip("single cases were asked for")
+    assert pytestconfig.unknown_cases == []
+
+
 @pytest.mark.full
 def test_kernels_import_without_triton():
     code = (

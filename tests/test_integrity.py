@@ -304,7 +304,7 @@ def test_a_full_disk_is_a_line_whatever_writes(workplace, monkeypatch, capsys):
     assert capsys.readouterr().err == "distill: the disk is full\n"
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("0.0")
 @pytest.mark.parametrize("wait", [0.0, 0.1, 0.3])
 def test_an_early_ctrl_c_shows_no_trace(workplace, wait):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}

@@ -61,7 +61,7 @@ def test_ranks_change_nothing_where_there_is_dropout(forked_ranks):
     assert finding.passed, finding
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("raises")
 @pytest.mark.parametrize(
     "fault, says",
     [

@@ -19,7 +19,6 @@ def make(device, rows, hidden, dtype, *, mean=0.0):
     return x, weight, draw(hidden, dtype=dtype, device=device, seed=2)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     *pairwise({"rows, hidden": [(1, 3), (3, 7), (5, 64), (9, 130), (33, 576), (4, 1025), (2, 4096)], "dtype": DTYPES})
 )
@@ -69,7 +68,7 @@ def test_several_rows_a_program_and_determinism(kernel_device, hardware):
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("4 rows")
 @pytest.mark.parametrize(
     "config", [RowConfig(4, 1, programs=1, stages=2), RowConfig(1, 4, programs=1, stages=3)], ids=["4 rows", "1 row"]
 )

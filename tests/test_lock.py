@@ -68,7 +68,7 @@ def change_template(workplace):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("text", "recipe")
 @pytest.mark.parametrize(
     "change, expected",
     [

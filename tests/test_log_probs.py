@@ -64,7 +64,6 @@ def check(made, given, dtype, **settings):
     assert_parts(made, eager, exact, dtype)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -84,7 +83,17 @@ def test_gradients_come_without_a_row_kernel(kernel_device, dtype, settings, row
     check(made, given, dtype, **settings)
 
 
-@pytest.mark.few(9)
+@pytest.mark.plain(
+    "torch.bfloat16-1_0-False",
+    "torch.bfloat16-2-False",
+    "torch.bfloat16-1_1-False",
+    "torch.float16-1_0-False",
+    "torch.float16-2-False",
+    "torch.float16-1_1-True",
+    "torch.float32-1_0-True",
+    "torch.float32-2-True",
+    "torch.float32-1_1-True",
+)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("terms", [HARD, [LossTerm("forward_kl", 0.7), *HARD], [LossTerm("jsd", 1.0, 0.3)]], ids=len)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -31,7 +31,6 @@ def with_gradients(function, x, w, c, a, b, upstream, scale=0.5):
     return out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     *pairwise({"n, i, o, r": SHAPES, "dtype": [torch.float32, torch.bfloat16, torch.float16], "bias": [False, True]})
 )

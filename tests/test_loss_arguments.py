@@ -240,7 +240,9 @@ for value in "10":
 CALLS = [fused, mixture, chunked, top_k, of_logits]
 
 
-@pytest.mark.few(5)
+@pytest.mark.plain(
+    "specification-fused", "specification-chunked", "specification-of_logits", "kernel-chunked", "kernel-of_logits"
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_second_order_gradient_is_refused(where, call):
     t = draw(where)
@@ -249,7 +251,9 @@ def test_a_second_order_gradient_is_refused(where, call):
         torch.autograd.grad(call(t), x, create_graph=True)
 
 
-@pytest.mark.few(5)
+@pytest.mark.plain(
+    "specification-fused", "specification-chunked", "specification-of_logits", "kernel-chunked", "kernel-of_logits"
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_transforms_of_functions_are_refused(where, call):
     t = draw(where)
@@ -259,7 +263,7 @@ def test_transforms_of_functions_are_refused(where, call):
             transform(lambda x: call(t | {"x": x}))(t["x"])
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("specification-xt-False", "kernel-xt-False", "kernel-top-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["xt", "wt", "labels", "ids", "top"])
 def test_modifying_tensors_that_backward_reads_raises(where, name, compiled):
@@ -301,7 +305,7 @@ def test_rows_that_do_not_count_may_hold_anything(where, call, named, monkeypatc
         assert one.isfinite().all() and relative_error(other, one) < 1e-6
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("specification-mean-torch.float16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_scale_as_eager_ones(where, dtype, reduction):

@@ -44,7 +44,16 @@ def exact(tensors, terms, weights=None, **settings):
     return rows, x, w
 
 
-@pytest.mark.few(8)
+@pytest.mark.plain(
+    "specification-FusedKLLoss-0",
+    "specification-FusedKLLoss-2",
+    "specification-FusedSkewKLLoss-0",
+    "specification-FusedTVDLoss-",
+    "kernel-FusedKLLoss-1",
+    "kernel-FusedJSDLoss-",
+    "kernel-FusedSkewKLLoss-1",
+    "kernel-FusedDistillationLoss-",
+)
 @pytest.mark.parametrize(
     "module, terms",
     [
@@ -83,7 +92,7 @@ def test_cross_entropy_needs_no_teacher(where):
     assert relative_error(stats.cross_entropy.sum() / (N - 2), expected) < 1e-5
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain("specification-mean", "specification-none", "kernel-mean", "kernel-none")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reductions_weights_and_counts(where, reduction):
     tensors = draw(where)
@@ -222,7 +231,7 @@ def test_autocast_takes_fp32_weights(where):
     assert relative_error(tensors[1].grad, w.grad) < 2e-2  # operands were rounded to bf16
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("specification-mean")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_equal_eager_ones(where, reduction):
     tensors = draw(where)
@@ -240,7 +249,7 @@ def test_compiled_calls_equal_eager_ones(where, reduction):
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("specification")
 def test_op_passes_opcheck(where):
     x, w, xt, wt, labels = draw(where)
     scale = (labels != -100).float()

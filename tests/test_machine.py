@@ -253,12 +253,17 @@ def test_bf16_is_not_taken_where_it_is_only_emulated(monkeypatch):
 # ---------------------------------------------------------------- doctor --machine
 
 
-# GEMMs of PyTorch with their gradients, and integers
+# what of all checks the doctor runs here, besides those that no CPU computes; tests/test_ops.py runs every one
 OF_PYTORCH = {"cu_seqlens_from_position_ids", "lora_linear", "shared_linear"}
+OF_TRITON = {"fused_kl_loss", "rms_norm", "flash_attention: causal", "FusedAdamW: three steps"}
 
 
 @pytest.mark.full
-def test_the_doctor_of_a_cpu_checks_every_kernel_and_ends_well(workplace, monkeypatch, capsys):
+def test_the_doctor_of_a_cpu_checks_kernels_and_ends_well(workplace, monkeypatch, capsys, limit):
+    assert [name for name, _ in machine.JOBS] == [*CHECKS, *(name for name, _ in machine.RATES)]
+    cannot = {name for name in CHECKS if not CHECKS[name].needs(device_facts(torch.device("cpu")))}
+    jobs = [job for job in machine.JOBS if job[0] in cannot | OF_PYTORCH | OF_TRITON | {"copy", "GEMM"}]
+    limit.setattr(machine, "JOBS", jobs)
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("HF_ENDPOINT", "https://me:word@mirror.example/x")
     monkeypatch.setenv("SHELLS_OWN", "1")
@@ -273,10 +278,14 @@ def test_the_doctor_of_a_cpu_checks_every_kernel_and_ends_well(workplace, monkey
     assert lines["HF_TOKEN"] == "(set)" and lines["HF_ENDPOINT"] == "https://...@mirror.example/x"
     assert "hf_abc" not in text and "word@" not in text and "SHELLS_OWN" not in lines
     results = {finding["name"]: finding for finding in found["kernels"]}
-    assert list(results)[:-2] == list(CHECKS) and "copy" in results
+    assert (
+        list(results)[:-2] == [name for name, _ in jobs[:-2]]
+        and "copy" in results
+        and results.keys() > OF_PYTORCH | OF_TRITON
+    )
     skipped = {name for name, finding in results.items() if not finding["passed"]}
-    assert skipped == {name for name in CHECKS if not CHECKS[name].needs(device_facts(torch.device("cpu")))}
-    of_pytorch = {name for name in CHECKS if "Triton in its inter" not in results[name]["detail"]}
+    assert skipped == cannot
+    of_pytorch = {name for name in [*results][:-2] if "Triton in its inter" not in results[name]["detail"]}
     assert of_pytorch - skipped == OF_PYTORCH
     assert "_row_kernel" in results["fused_kl_loss"]["detail"]
 

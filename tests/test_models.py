@@ -188,7 +188,7 @@ def spliced(model, keep):
     return model
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain("llama-True", "qwen2-True", "gemma2-True", "granite-False", "cohere-False", "gpt2-False")
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "granite", "cohere", "gpt2"])
 def test_kept_layers_compute_what_they_did(kind, tie, tokenizer, ids, tmp_path):
@@ -254,7 +254,7 @@ def test_adapters_follow_from_their_seed_alone():
     assert not torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("all-linear-True", "head only-False")
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(
     "lora",

@@ -74,7 +74,7 @@ def assert_same_as_reference(student, teacher, objective, inputs, **settings):
         torch.testing.assert_close(got[name], gradient, rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain("llama-True", "qwen2-True", "gemma2-True", "granite-False", "cohere-False", "gpt2-False")
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "granite", "cohere", "gpt2"])
 def test_loss_and_gradients_equal_full_logits(kind, tie):

@@ -38,7 +38,7 @@ def logits(model, ids=IDS):
 # ---------------------------------------------------------------- the same numbers
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("True-llama", "True-gpt2", "False-gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_an_offloaded_model_equals_a_resident_one(kind, tie):
@@ -240,7 +240,7 @@ def test_a_weight_that_two_layers_share_stays_on_the_device():
     assert torch.equal(logits(offloaded), logits(resident))
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("lora", [False, True])
 def test_training_against_it_is_the_same_bit_for_bit(tmp_path, lora):
     after = []

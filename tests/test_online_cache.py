@@ -205,7 +205,7 @@ def test_check_prints_the_bytes_first(here, capsys):
     assert "4,100 bytes per trained token" in capsys.readouterr().out
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("1-268435456")
 @pytest.mark.parametrize("shard_bytes", [256 << 20, 4096])
 @pytest.mark.parametrize("step", [1, 4, 8])
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, limit, interrupted, shard_bytes, step):
@@ -265,7 +265,7 @@ def test_a_damaged_shard_is_refused_and_computed_again(here, asked):
     assert len(asked) > count and losses(again) == losses(whole)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("hidden_fp8-fp8")
 @pytest.mark.parametrize("name, dtype", [("hidden_fp8", "fp8"), ("top_k", "float16")])
 def test_less_may_be_stored(here, asked, capsys, name, dtype):
     stored = [f"teacher.online_cache_format={name}", *(["teacher.top_k=40"] if name == "top_k" else [])]

@@ -67,7 +67,7 @@ def hold_same(a, b):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("hidden states")
 @pytest.mark.parametrize("sent", SENT)
 def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, sent):
     """Over two epochs, to the bit; then a run from the full folder asks nothing at all."""
@@ -106,7 +106,6 @@ def test_the_second_epoch_asks_nothing(place, url, here, asked, at_step):
 
 
 @pytest.mark.full
-@pytest.mark.few(1)
 @pytest.mark.parametrize("sent", ["hidden states", "top k"])
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, interrupted, sent):
     more = [*SENT[sent], "train.save_every=3"]

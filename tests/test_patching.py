@@ -68,7 +68,7 @@ def assert_same(actual, expected, tolerance=2e-5):
     assert ((actual - expected).abs().max() / scale).item() < tolerance
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain("llama", "qwen2", "gemma2", "granite", "smollm3", "gpt2")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_outputs_and_gradients_stay(kind):
     model = make(kind)

@@ -135,7 +135,7 @@ def told(capsys, *arguments):
     return code, lines
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("output_dir={}-missing", "loss.plugin={{file: {}}}-missing", "teacher.revision={}-device")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_breaks_a_command(paths, setting, kind, capsys):
@@ -144,7 +144,7 @@ def test_no_setting_breaks_a_command(paths, setting, kind, capsys):
         told(capsys, command, "my.yaml", given)
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("run {}-missing", "eval r --tasks x --task-folder {}-dead link", "serve {} --port 0-device")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nul"])  # which no command line can hold
 @pytest.mark.parametrize("command", ARGUMENTS)
 def test_no_argument_breaks_a_command(paths, command, kind, capsys):

@@ -67,7 +67,7 @@ def outcome(make, kind="llama"):
     return {"loss": output["loss"].detach(), **gradients}, output["statistics"], objective
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain("own alone-llama", "own twice-llama", "own twice-granite", "own after hard labels-granite")
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite"])  # the last two cap and scale their logits
 @pytest.mark.parametrize(
     "own, ours",
@@ -82,6 +82,7 @@ def outcome(make, kind="llama"):
             [{"type": "cross_entropy", "weight": 0.5}, {"type": "forward_kl"}],
         ),
     ],
+    ids=["own alone", "own twice", "own after hard labels"],
 )
 def test_a_term_of_ones_own_equals_ours(plugin, own, ours, kind):
     mine, _, objective = outcome(lambda t, s: with_plugin(t, s, own, plugin), kind)

@@ -10,7 +10,6 @@ from policy_cases import EVERYTHING, PENALTY, SETTINGS, H, N, V, dense, draw, ex
 from torch.nn import functional as F
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize(
     *pairwise(
         {

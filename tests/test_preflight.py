@@ -133,7 +133,13 @@ def test_weights_gradients_and_states_are_exact():
     assert memory.peak == max(memory.moments.values())
 
 
-@pytest.mark.few(5)
+@pytest.mark.plain(
+    "train.batch_size=1-activations-0.5",
+    "student.dtype=bfloat16-gradients-0.5",
+    "teacher.dtype=float32-teacher-2",
+    "student.dtype=bfloat16-optimizer states-0.5",
+    "loss.terms=[{type: cross_entropy}]-head gradient-1",
+)
 @pytest.mark.parametrize(
     "override, part, factor",
     [
@@ -192,7 +198,7 @@ def test_a_run_that_does_not_fit_is_reported_with_advice():
     assert of(gpu="H100").ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("H100")
 @pytest.mark.parametrize("gpu", ["H100", "24GB"])
 def test_advice_saves_the_memory_it_names(gpu):
     before = of(gpu=gpu, gpus=2)
@@ -225,7 +231,7 @@ def test_time_and_disk_follow_the_sizes():
     assert of(gpu="24GB").seconds_per_step is None
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("chat-8b-to-1b")
 @pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
 def test_every_shipped_recipe_fits_its_hardware(shipped):
     gpu, gpus = HARDWARE.get(shipped.name, ("H100", 1))
@@ -280,7 +286,7 @@ def test_precision_is_that_of_the_planned_device():
 # ---------------------------------------------------------------- a teacher on disk
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("K tokens-False")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
 def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, watch):

@@ -33,7 +33,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("llama-0.8", "gemma2-0.8", "qwen3-0.5")
 @pytest.mark.parametrize("share", [0.8, 0.5])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
 def test_shapes_cost_what_was_asked_for(kind, share):

@@ -254,6 +254,7 @@ EXPLAINED = {
 }
 
 
+@pytest.mark.full
 def test_what_is_learned_is_what_the_markers_of_trls_variants_set_off():
     texts = shipped() and templates()
     compared, unexplained, used = 0, [], set()

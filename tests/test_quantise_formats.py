@@ -14,7 +14,6 @@ from distill_kernels.quantisation.formats import (
     reference_quantise,
 )
 from distill_kernels.quantisation.number_format import Scales
-from distill_kernels.quantisation.packed_tensors import pack_awq, unpack_awq
 from layer_checks import DTYPES, poisoned_memory
 
 from distill.reports.llama_cpp import folder as llama_cpp_folder
@@ -91,16 +90,6 @@ def test_packed_tensors_are_unpacked_to_the_same_values(name):
         )
         form = blocks.form
         assert 8 * kept == 40 * (128 * form.bits + 128 // form.columns(draw(40, 128)) * form.scale_bits)
-
-
-def test_words_of_awq_hold_eight_columns_in_its_order():
-    blocks = reference_quantise(draw(24, 64), "int4_g32")
-    tensors = pack_awq(blocks.codes, blocks.stored)
-    assert [tuple(part.shape) for part in tensors.values()] == [(64, 3), (2, 3), (2, 24)]
-    assert torch.equal(unpack_awq(tensors), blocks.values())
-    word = int(tensors["qweight"][5, 1]) & 0xFFFFFFFF
-    fields = [(word >> 4 * at) % 16 - 8 for at in range(8)]
-    assert fields == [int(blocks.codes[8 + column, 5]) for column in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
 @pytest.mark.parametrize("codes, dtype", [("fp8", torch.float8_e4m3fn), ("nvfp4", None)])

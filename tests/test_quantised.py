@@ -270,7 +270,9 @@ def test_check_counts_one_byte_a_weight_but_head_and_embedding():
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain(
+    "{'quant_method': 'bitsandbytes', 'load_in_8bit': True}-8.0", "{'quant_method': 'something new'}-None"
+)
 @pytest.mark.parametrize(
     ("config", "bits"),
     [

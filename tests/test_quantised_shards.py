@@ -154,7 +154,7 @@ def differing(ours, theirs):
     return [key for key, value in theirs.items() if not torch.equal(ours[key], value)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("q4_0", "int8")
 @pytest.mark.parametrize("case", CASES)
 def test_shards_hold_the_bits_of_one_process(workplace, monkeypatch, case):
     monkeypatch.chdir(workplace)
@@ -165,7 +165,7 @@ def test_shards_hold_the_bits_of_one_process(workplace, monkeypatch, case):
     assert trained >= {key for key in tensors(whole / "checkpoint-4") if key[1].startswith("master.")}
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("q4_0", "int8")
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_shards_end_with_the_same_bits(workplace, case):
     for part in ("checkpoint-4", "student"):
@@ -227,7 +227,9 @@ def test_states_are_written_and_read_by_any_number_of_processes(tmp_path):
             assert torch.equal(found[key], expected[key]), (name, key)
 
 
-@pytest.mark.parametrize("adapters, expected", [("null", "fsdp"), ("{r: 16}", "ddp")])
+@pytest.mark.parametrize(
+    "adapters, expected", [("null", "fsdp"), pytest.param("{r: 16}", "ddp", marks=pytest.mark.full)]
+)
 def test_a_student_that_does_not_fit_is_sharded_unless_it_has_adapters(adapters, expected):
     llama = "{config: llama-3.1-8b, init: random"
     recipe = parse(

@@ -92,7 +92,11 @@ def other_weights(model):
     return change
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain(
+    "other_data-data.source",
+    "loss.terms.0.type=reverse_kl-recipe.loss.terms",
+    "train.log_every=1-recipe.train.log_every",
+)
 @pytest.mark.parametrize(
     "change, named",
     [
@@ -144,7 +148,7 @@ def with_truncated_weights(place):
     path.write_bytes(path.read_bytes()[:2000])
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("without_data-0", "with_truncated_weights-1")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", [without_data, without_teacher, with_broken_config, with_truncated_weights])
 def test_a_refusal_on_one_rank_ends_the_other(places, fault, rank):

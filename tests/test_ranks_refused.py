@@ -80,7 +80,7 @@ def without_teacher(place):
     shutil.rmtree(place / "teacher")
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("with_a_typo-0", "without_teacher-1")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", [with_a_typo, without_recipe, without_data, without_teacher])
 def test_a_rank_that_is_refused_at_any_point_ends_the_other(places, fault, rank):
@@ -105,7 +105,7 @@ def test_a_mistake_that_all_ranks_have_ends_all_at_once(places):
     assert time.monotonic() - begun < 50  # less than a rank waits for others that have not started
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("0")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_ends_the_other(places, rank):
     with two_ranks(places, "train.steps=4000") as ranks:

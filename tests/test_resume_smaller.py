@@ -74,7 +74,7 @@ def undisturbed(tmp_path_factory):
     return folder, made, seen.steps
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("1-2-False", "7-1-False")
 @pytest.mark.parametrize(
     "step, batch_size, checkpointing",
     [
@@ -248,7 +248,13 @@ def test_advice_for_out_of_memory_works(finished, tmp_path, monkeypatch, capsys,
     assert resumed == pytest.approx(losses(finished), rel=1e-5)
 
 
-@pytest.mark.few(5)
+@pytest.mark.plain(
+    "['train.learning_rate=0.2']---resume: train.learning_rate differs from ",
+    "['train.max_grad_norm=2']-train.gradient_checkpointing, train.cuda_graph, train.save_every",
+    "['data.max_length=16']-recipe.yaml: expected 32, got 16",
+    "['train.batch_size=2', 'train.tokens_per_step=128']-8 rows x data.max_length 32, so expected 256; got 128",
+    "['train.batch_size=4', 'train.tokens_per_step=512']-expected 256; got 512",
+)
 @pytest.mark.parametrize(
     "overrides, expected",
     [
@@ -334,7 +340,7 @@ def test_rows_that_an_epoch_drops_are_reported(rows):
         notes((4, 1), tiny_model(), rows=rows, processes=2, drop=True)
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("4-256-1-(2, 256)", "5-320-1-(2, 320)", "6-768-2-(3, 768)")
 @pytest.mark.parametrize(
     "batch_size, tokens, processes, expected",
     [

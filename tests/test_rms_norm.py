@@ -22,7 +22,6 @@ def make(device, rows, hidden, dtype, form, *, seed=0):
     return x, weight
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -39,7 +38,7 @@ def test_rms_norm_equals_its_reference(kernel_device, rows, hidden, form, dtype)
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("llama-torch.float32", "llama-torch.float16", "gemma-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 def test_add_rms_norm_equals_its_reference(kernel_device, form, dtype):
@@ -138,7 +137,7 @@ def test_no_weight_and_frozen_weight(kernel_device):
     check_layer(rms_norm, reference_rms_norm, (x, weight), torch.float32, differentiate=(False, True))
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("slice", "three_dims")
 @pytest.mark.parametrize("layout", ["slice", "transposed", "expanded", "three_dims"])
 def test_strided_inputs_give_the_same_result(kernel_device, layout):
     base = draw(6, 4, 160, dtype=torch.float32, device=kernel_device)

@@ -147,7 +147,7 @@ def test_discounted_gains_stay_in_their_answer(length, discount):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("answering")
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_every_invariant_holds_of_it_alone(make):
     """Teachers include one with privileged context, and routed ones (one model each)."""

@@ -89,7 +89,7 @@ def test_other_micro_batches_than_were_looked_at_are_answered_too():
     assert torch.equal(got["input_ids"], expected["input_ids"]) and not own._responses
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("1.0-cpu", "0.3-cpu")
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 def test_a_run_resumes_within_a_group_of_asynchronous_steps(tmp_path, device, fraction):

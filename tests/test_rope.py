@@ -30,7 +30,6 @@ GRADIENTS = (True, True, False, False)
 SHAPES = [(1, 1, 1, 1, 2), (2, 4, 2, 5, 64), (1, 9, 3, 7, 80), (2, 3, 1, 4, 6), (1, 33, 5, 2, 128)]
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize(*pairwise({"dtype": DTYPES, "shape": SHAPES, "shared": [True, False]}))
 def test_rope_equals_its_reference(kernel_device, shape, shared, dtype):
     inputs = make(kernel_device, shape, dtype, shared=shared)

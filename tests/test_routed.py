@@ -131,7 +131,7 @@ def test_documents_keep_their_teacher():
     assert as_row(answered)["route"] == [d.route for d in documents]
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("routed")
 @pytest.mark.parametrize("subject", [routed, routed_answering])
 def test_rows_at_the_wrong_teacher_are_found(subject, monkeypatch):
     """Routes exchanged between the collator and the teachers."""
@@ -200,7 +200,7 @@ def test_invalid_routes_are_one_error_each():
         assert len(error.value.faults) == 1 and told in error.value.faults[0], error.value.faults
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_run_logs_figures_of_each_teacher(tmp_path, monkeypatch, own):
     place(tmp_path, monkeypatch, rows_of(30))

@@ -92,7 +92,7 @@ def made_on_gpus(tmp_path_factory):
 PLACES = ["made", pytest.param("made_on_gpus", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full  # two processes
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_answer_as_the_whole_teacher_does(request, place, case):
@@ -106,6 +106,7 @@ def test_shards_answer_as_the_whole_teacher_does(request, place, case):
     assert told["made"] == len(QUESTIONS) and (case == "greedy" or 0 < told["truncated"] < told["made"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_shards_go_on_where_they_broke_off(request, place):
     folder, _, (first, second) = request.getfixturevalue(place)
@@ -115,6 +116,7 @@ def test_shards_go_on_where_they_broke_off(request, place):
     assert "9 responses already existed" in first["again"]["out"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", JUDGED)
 def test_evaluation_by_a_sharded_teacher_equals_that_by_a_whole_one(request, place, case):

@@ -235,6 +235,7 @@ def documents(recipe, tokenizer):
     return found, splits.report
 
 
+@pytest.mark.plain("calls")
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_a_student_of_the_same_vocabulary_is_trained_on_the_sampled_ids(kind, place, capsys):
     folder, tokenizer = place(kind), tokenizer_of(kind)

@@ -137,7 +137,7 @@ def pickled_weights(folder, touched, name):
     touched.unlink()
 
 
-@pytest.mark.few(4)
+@pytest.mark.plain("pytorch_model.bin-teacher", "model.pt-teacher", "model.pth-student", "consolidated.00.ckpt-student")
 @pytest.mark.parametrize("side", ["teacher", "student"])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "consolidated.00.ckpt"])
 def test_pickled_weights_are_refused(workplace, touched, side, name, capsys):

@@ -82,7 +82,7 @@ def serve(pool):
                 server.kill(rank)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_two_processes_serve_the_outputs_of_one(tmp_path, pool, serve, kind):
     """Untied; tied, with a soft cap. Requests that go alone: to the bit."""

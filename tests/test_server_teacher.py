@@ -66,7 +66,7 @@ def in_process(place):
 # ------------------------------------------------------------------ the same bits
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("1")
 @pytest.mark.parametrize("prefetch", [1, 7])
 def test_training_is_the_same_to_the_bit(place, url, in_process, prefetch):
     served = trained(place, f"served-{prefetch}", *ACCUMULATED, *from_server(url, prefetch=prefetch))
@@ -306,7 +306,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("final_norm_is_missing", "another_soft_cap_is_told", "head_of_another")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_what_a_server_gets_wrong_is_refused_by_name(place, fault, monkeypatch):
     """On the first batch of a run; and doctor's invariant fails."""

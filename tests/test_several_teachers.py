@@ -79,20 +79,20 @@ def check(device, dtype, terms, temperature, *, exact_dtype=torch.float64):
             assert_as_promised(name, mine, right)
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("torch.float32-1.0", "torch.bfloat16-1.0", "torch.float64-2.5")
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_equals_the_dense_mixture(dtype, temperature):
     check(torch.device("cpu"), dtype, SOME, temperature)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("torch.float32", "torch.float16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernel_equals_the_dense_mixture(kernel_device, dtype):
     check(kernel_device, dtype, SOME, 2.0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("forward_kl", "cross_entropy")
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
 def test_every_divergence_of_a_mixture_equals_its_reference(term, kernel_device):
     check(kernel_device, torch.float32, [term], 1.5)
@@ -115,7 +115,7 @@ def test_compiled_at_full_vocabulary(device, dtype, temperature):
         assert_as_good_as_torch(mine, theirs, right, dtype)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("reference-1.0")
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_statistics_are_the_mixture_at_temperature_1(kernels, temperature, request):
@@ -180,7 +180,7 @@ def test_chunks_and_chosen_rows(kernel_device):
             assert_as_good_as_torch(one, right, right, torch.float32)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("reference-mean")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_one_graph_of_several_teachers(kernels, reduction, request):

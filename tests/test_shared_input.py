@@ -229,7 +229,7 @@ def test_outputs_belong_to_the_given_tensor():
     assert shared == 3  # a module that left one is not asked again
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("True")
 @pytest.mark.parametrize("autocast", [True, False])
 def test_nothing_is_kept_without_gradients_or_while_compiling(autocast):
     model = model_of(torch.float32)
@@ -275,6 +275,7 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
     assert torch.equal(run(model, autocast=True)[0], expected)
 
 
+@pytest.mark.full
 def test_activations_are_kept_once(kernel_device):
     """A layer keeps one copy of each norm's output, as the plan counts, without copies of weights."""
     if kernel_device.type == "cuda":

@@ -48,7 +48,7 @@ def test_the_promised_recipes_ship():
     assert all(len(recipe.title) > 20 for recipe in shipped_recipes())
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("chat-8b-to-1b", "quickstart", "two-teachers-by-domain")
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_validates_and_can_run_dry(path):
     recipe = load(path)

@@ -40,7 +40,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("llama3-8b-to-1b-cached")
 @pytest.mark.parametrize("name", PLANNED)
 def test_recipe_headers_have_the_estimates_of_check(name):
     header = (RECIPES / f"{name}.yaml").read_text().split("\n\nteacher:")[0]

@@ -94,7 +94,7 @@ def test_one_document_a_row_and_padding(kind, form):
     assert report.attention == "triton"
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_the_kernels_themselves(kind, kernel_device):
     model = make(kind, hidden=64).to(kernel_device)
@@ -122,7 +122,7 @@ def test_the_loss_of_a_patched_model():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("gpt_oss-False")
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(kind, patched, kernel_device):

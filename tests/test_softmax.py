@@ -29,7 +29,23 @@ def way(request, hardware):
     return request.param
 
 
-@pytest.mark.few(15)
+@pytest.mark.plain(
+    "tile-1-1-torch.float32",
+    "tile-3-7-torch.float32",
+    "tile-5-64-torch.float32",
+    "tile-4-65-torch.float32",
+    "tile-2-1000-torch.bfloat16",
+    "loop-1-1-torch.bfloat16",
+    "loop-3-7-torch.bfloat16",
+    "loop-5-64-torch.bfloat16",
+    "loop-4-65-torch.bfloat16",
+    "loop-2-1000-torch.bfloat16",
+    "split-1-1-torch.bfloat16",
+    "split-3-7-torch.float16",
+    "split-5-64-torch.float16",
+    "split-4-65-torch.float16",
+    "split-2-1000-torch.float16",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (5, 64), (4, 65), (2, 1000)])
 def test_softmax_equals_that_of_torch(kernel_device, way, rows, columns, dtype):
@@ -53,7 +69,7 @@ def test_strided_inputs_give_the_softmax_of_torch(kernel_device, way):
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("tile")
 def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device, way):
     x = logits(kernel_device, 3, 100, torch.float32).requires_grad_()
     torch.library.opcheck(torch.ops.distill.softmax_forward.default, (x,))

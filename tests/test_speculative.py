@@ -35,6 +35,7 @@ def test_acceptance_is_that_of_the_distributions():
     assert found == measure_acceptance(student, teacher, PROMPTS, count=60)
 
 
+@pytest.mark.full
 def test_the_command_adds_them_to_its_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = "\n".join(f"The teacher explains line {n} and the student listens to it once more." for n in range(12))

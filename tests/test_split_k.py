@@ -25,7 +25,15 @@ def check(y, x, weight, bias):
     assert_as_good_as_torch(y, eager, exact, x.dtype)
 
 
-@pytest.mark.few(7)
+@pytest.mark.plain(
+    "1-torch.float16",
+    "2-torch.float16",
+    "15-torch.float16",
+    "16-torch.float16",
+    "17-torch.bfloat16",
+    "33-torch.bfloat16",
+    "64-torch.bfloat16",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64])
 def test_any_number_of_rows_equals_linear(kernel_device, dtype, rows):
@@ -33,7 +41,7 @@ def test_any_number_of_rows_equals_linear(kernel_device, dtype, rows):
     check(split_k_linear(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.few(6)
+@pytest.mark.plain("False-1-8", "False-65-129", "False-200-1000", "True-64-128", "True-63-127", "True-130-2056")
 @pytest.mark.parametrize("outputs, inputs", [(1, 8), (64, 128), (65, 129), (63, 127), (200, 1000), (130, 2048 + 8)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_odd_sizes_equal_linear(kernel_device, outputs, inputs, with_bias):

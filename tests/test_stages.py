@@ -81,7 +81,7 @@ def test_each_stage_starts_from_the_student_before(place):
         assert_same_student(place / f"runs/alone-{folder.name}", folder)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("1-prune")
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
 def test_a_run_that_ended_in_an_earlier_stage_resumes_to_the_same_bits(place, finished, stage, capsys):
     whole, ended = place / "runs/tiny", place / "runs/tiny/stages" / stage
@@ -115,7 +115,10 @@ def end_before_the_last_stage(run_folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain(
+    "stages.0.train={learning_rate: 1e-4}-train.learning_rate",
+    "stages.1.student={from_teacher: {layers: 1}}-student.from_teacher",
+)
 @pytest.mark.parametrize(
     "override, named",
     [
@@ -151,7 +154,7 @@ def test_a_later_stage_is_refused_another_teacher_than_the_earlier_ones_had(plac
     assert "teacher" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("")
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_damaged_result_is_no_finished_stage(place, finished, content, capsys):
     end_before_the_last_stage(place / "runs/tiny")
@@ -161,7 +164,7 @@ def test_a_damaged_result_is_no_finished_stage(place, finished, content, capsys)
     assert_same_student(place / "runs/tiny", finished / "runs/tiny")
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("model.safetensors-1-prune", "tokenizer.json-2-again")
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_no_stage_starts_from_a_damaged_student(place, stage, name, capsys):

@@ -50,6 +50,7 @@ def test_collection_goes_on_after_an_import_that_fails_and_stays_off_where_it_wa
         gc.enable()
 
 
+@pytest.mark.full
 def test_a_run_is_imported_without_a_full_collection():
     done = subprocess.run([sys.executable, "-c", FIRST_IMPORTS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "True", "True"]

@@ -144,7 +144,7 @@ def product() -> list[tuple[str, str, str]]:
     return cases
 
 
-def pairwise() -> list[tuple[str, str, str, torch.dtype]]:
+def pairwise() -> dict[str, tuple[str, str, str, torch.dtype]]:
     """Every argument of every function in one form; where functions share their code, in half of all, each in one."""
     shared: dict[tuple[str, str], list[tuple[str, str]]] = {}
     single: dict[tuple[str, str], list[str]] = {}
@@ -160,20 +160,44 @@ def pairwise() -> list[tuple[str, str, str, torch.dtype]]:
             names = [name for name, other in pairs if other == form]
             chosen.append((min(names, key=lambda name: sum(name == case[0] for case in chosen)), argument, form))
     cases = [(*case, CALLS[case[0]].dtypes) for case in sorted(chosen)]
-    return [(*case, dtypes[turn % len(dtypes)]) for turn, (*case, dtypes) in enumerate(cases)]
+    return {"-".join(case): (*case, dtypes[turn % len(dtypes)]) for turn, (*case, dtypes) in enumerate(cases)}
+
+
+PAIRS = pairwise()
 
 
 def test_every_public_name_is_tried():
     assert set(CALLS) | VALUE_TYPES == set(distill_kernels.__all__)
 
 
-@pytest.mark.few(20)
-@pytest.mark.parametrize("name, argument, form, dtype", pairwise())
+@pytest.mark.plain(
+    "BiasGELU-b-offset",
+    "FusedAdamW-other-column",
+    "FusedPolicyGradientLoss-advantages-expanded",
+    "FusedTVDLoss-lora_b-strided",
+    "KVCache-counts-strided",
+    "RMSNorm-upstream gradients-offset",
+    "TeacherHead-w-column",
+    "bias_gelu-x-strided",
+    "decode_attention-lengths-column",
+    "distillation_loss-upstream gradients-offset",
+    "fp8_linear-weight-apart",
+    "fused_log_probs-hidden-widened",
+    "fused_policy_gradient_loss-student_bias-strided",
+    "geglu-up-offset",
+    "head_loss-teacher_weight-offset",
+    "layer_norm-x-strided",
+    "rms_norm-weight-expanded",
+    "sample_tokens-seeds-expanded",
+    "swap_linears_for_fp8-weight-strided",
+    "tvd-token_weights-strided",
+)
+@pytest.mark.parametrize("name, argument, form, dtype", list(PAIRS.values()), ids=list(PAIRS))
 def test_views_give_the_results_of_copies(kernel_device, name, argument, form, dtype):
     check(name, argument, form, dtype, kernel_device)
 
 
-@pytest.mark.full
+@pytest.mark.slow  # 100 s: what the pairs above leave out is the same code with another form
 @pytest.mark.parametrize("name, argument", list(dict.fromkeys(case[:2] for case in product())))
 def test_all_views_as_copies(kernel_device, name, argument):
     dtypes = CALLS[name].dtypes

@@ -60,7 +60,6 @@ def gradients(function, tensors, dtype):
     return [loss.detach(), *torch.autograd.grad(2 * loss, leaves)]
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -229,7 +228,7 @@ def test_statistics_equal_their_definitions(where, grad):
     torch.testing.assert_close(stats.student_label_logprob, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("mean")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_equal_eager_ones(device, reduction):
     student, teacher, labels = draw(device, torch.float32)

@@ -120,7 +120,7 @@ def test_size_is_as_promised(bucket):
 # ------------------------------------------------------------------ the loss
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("every token")
 @pytest.mark.parametrize("kind", ["every token", "hidden states"])
 def test_equals_the_loaded_teacher(loaded, exact, tmp_path, kind):
     cache = exact if kind == "every token" else write(loaded, tmp_path / "cache", hidden=True, dtype="float32")

@@ -10,7 +10,6 @@ from grids import pairwise
 from test_split_k import check, draw
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     *pairwise(
         {

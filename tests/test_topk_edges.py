@@ -13,7 +13,7 @@ from test_topk_loss import (
 from torch.nn import functional as F
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("specification-bucket", "specification-sampled", "kernel-sampled")
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_extreme_logits_give_finite_losses(where, tail):
     (x, w, _), top, ids, _ = setup(torch.float32, where)
@@ -29,7 +29,7 @@ def test_extreme_logits_give_finite_losses(where, tail):
     assert sure.isfinite()
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("bucket")
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_poisoned_memory_does_not_matter_and_runs_repeat_bitwise(kernel_device, monkeypatch, tail):
     (x, w, _), top, ids, labels = setup(torch.bfloat16, kernel_device, rows=9)
@@ -89,7 +89,7 @@ def test_teacher_temperature_of_16_bits(where):
     torch.testing.assert_close(loss(x, w, ids, given), loss(x, w, ids, given.float()))
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("specification-forward-bucket")
 @pytest.mark.parametrize("direction, tail", READINGS)
 def test_unused_entries_do_not_count_among_the_k(where, direction, tail):
     """Whatever their ids: out of range, or another place's token. With all columns in use, a tail is left as well."""

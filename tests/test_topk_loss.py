@@ -50,7 +50,6 @@ def written_out(tensors, top, ids, labels, direction, tail, temperature=1.0, ce=
 READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reverse")] + [("forward", "sampled")]
 
 
-@pytest.mark.few(15)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -102,7 +101,7 @@ def test_full_size_on_the_gpu(device, direction, tail, k):
         assert_as_good_as_torch(*results, torch.bfloat16, name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("bucket", "sampled")
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_lora_padding_weights_and_a_frozen_head(device, tail):
     """Options of the driver give the same through the kernel as through the specification."""
@@ -240,7 +239,7 @@ def test_sampled_gradients_are_unbiased(device, flat):
     assert relative_error(biased, full) > 5 * most
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("mean")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_equal_eager_ones(device, reduction):
     (x, w, _), top, ids, labels = setup(torch.float32, device)

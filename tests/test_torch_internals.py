@@ -128,11 +128,12 @@ def figures(lines: list[str]) -> list[float]:
     return [float(word) for word in line.split()[1:]]
 
 
+@pytest.mark.full  # processes of their own; names that may go are in the table in a plain run
 def test_nothing_is_missed_in_this_release(usual):
     assert [line for line in usual if line.startswith("LINE")] == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", MISSING)
 def test_a_release_without_a_private_name_computes_the_same_and_says_so(usual, name):
     remove, word = MISSING[name]

@@ -74,7 +74,7 @@ def history(made, key):
     return [entry[key] for entry in made.state.log_history if key in entry and "loss" in entry]
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("forward_kl")
 @pytest.mark.parametrize("loss", ["forward_kl", {"terms": [{"type": "jsd"}, {"type": "cross_entropy", "weight": 0.3}]}])
 def test_one_batch_of_eight_equals_eight_of_one(tmp_path, loss):
     runs = []
@@ -105,7 +105,7 @@ def _as_tensors(batch):
     return {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("no labels")
 @pytest.mark.parametrize("given", ["no labels", "labels", "own collator"])
 def test_documents_in_a_row_do_not_predict_each_other(tmp_path, given):
     """A row whose positions restart learns what its documents alone do, however its labels came about."""
@@ -203,7 +203,7 @@ def test_a_step_without_trained_tokens_is_harmless(tmp_path):
         assert torch.equal(value, start[name]), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("lora", [False, True])
 def test_resume_in_the_middle_of_an_epoch_is_exact(tmp_path, lora):
     def student():
@@ -378,7 +378,7 @@ def test_several_sets_are_evaluated_under_their_names(tmp_path):
         assert [entry for entry in made.state.log_history if f"eval_{name}_kl" in entry]
 
 
-@pytest.mark.few(1)
+@pytest.mark.plain("1")
 @pytest.mark.parametrize("limit", [1, 2, None])
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path, limit):
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "kl", "greater_is_better": False}

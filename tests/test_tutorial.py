@@ -40,6 +40,7 @@ def reader(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.full
 def test_tutorial_ends_with_a_model_that_responds(reader, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of the Netherlands?\n"))
     walked = []

@@ -67,7 +67,7 @@ def test_an_undamaged_run_is_as_written(place, capsys):
     assert len(files(place)) == 2
 
 
-@pytest.mark.few(3)
+@pytest.mark.plain("recipe.yaml", "result.json", "rollouts/step-00000002.parquet")
 @pytest.mark.parametrize("name", COVERED)
 def test_a_flipped_bit_of_any_file_of_a_run_is_seen(place, name, capsys):
     path, draw = place / name, random.Random(name)
@@ -184,7 +184,7 @@ def apply_cure(line):
         Path("kept", MANIFEST).unlink(missing_ok=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.plain("plan.json-60-complete", "head.safetensors-0.5-filling")
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "filling"])
 @pytest.mark.parametrize(
     ("name", "at"),
@@ -224,6 +224,7 @@ def test_the_cure_that_a_damaged_store_names_works(stored, tmp_path, monkeypatch
     assert run_command(["verify", "kept"]) == 0
 
 
+@pytest.mark.full  # of a store in a plain run
 def test_the_cure_that_a_damaged_cache_names_works(plain, tmp_path, monkeypatch, capsys):
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

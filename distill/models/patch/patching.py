@@ -128,6 +128,7 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
+    """Give every module of `model` its own forward back; a model that is not patched is left alone."""
     for module in model.modules():
         module.__dict__.pop(output_rows.MARK, None)
     restore_swaps(model)
