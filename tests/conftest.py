@@ -419,10 +419,10 @@ def recipes_of_kinds(tmp_path_factory, caches, served):
 def smollm2_folder(smollm2_path, made_once):
     """SmolLM2-135M-Instruct read from its GGUF once (about 20 s) and saved as a local folder in float32."""
     from distill.models.loading import load_teacher, load_tokenizer
-    from distill.recipe import Teacher
+    from distill.recipe import LocalTeacherConfig
 
     def make(folder):
-        section = Teacher(model=smollm2_path)
+        section = LocalTeacherConfig(model=smollm2_path)
         load_teacher(section).save_pretrained(folder)
         load_tokenizer(section).save_pretrained(folder)
 
@@ -435,10 +435,10 @@ def smollm2_tokenizer(smollm2_path, made_once):
     from transformers import AutoTokenizer
 
     from distill.models.loading import load_tokenizer
-    from distill.recipe import Teacher
+    from distill.recipe import LocalTeacherConfig
 
     def make(folder):
-        load_tokenizer(Teacher(model=smollm2_path)).save_pretrained(folder)
+        load_tokenizer(LocalTeacherConfig(model=smollm2_path)).save_pretrained(folder)
 
     return AutoTokenizer.from_pretrained(made_once("smollm2-tokenizer", make))
 

@@ -16,7 +16,7 @@ from distill.generation.engines import greedy_responses
 from distill.models.layers import is_offloaded
 from distill.models.loading import load_teacher
 from distill.models.quantised_checkpoints import is_quantised
-from distill.recipe import Teacher, parse
+from distill.recipe import LocalTeacherConfig, parse
 from distill.run import run
 from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.settings import Settings
@@ -86,7 +86,7 @@ def test_an_fp8_teacher_is_cached_in_fp8(here, device):
     assert is_quantised(loaded.pair.teacher.model)
     assert cache.manifest["teacher"]["dtype"] == "fp8"
     if device == "cpu":  # there the layers are not swapped for other kernels
-        teacher = load_teacher(Teacher(model="teacher"), dtype=torch.bfloat16)
+        teacher = load_teacher(LocalTeacherConfig(model="teacher"), dtype=torch.bfloat16)
         with pytest.raises(AssertionError):
             hold_to(teacher, loaded, cache)
         swap_linears_for_fp8(teacher)
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_quantised_is_cached_as_it_is(here):
     with torch.compiler.set_stance("force_eager"):  # its layers compile their rounding
         loaded, cache = cached("cpu", "quantised", "teacher.model=bitnet")
         assert loaded.pair.teacher.model.is_quantized
-        hold_to(load_teacher(Teacher(model="bitnet"), dtype=torch.float32), loaded, cache)
+        hold_to(load_teacher(LocalTeacherConfig(model="bitnet"), dtype=torch.float32), loaded, cache)
     assert json.loads((here / "bitnet/config.json").read_text())["quantization_config"]["quant_method"] == "bitnet"
 
 

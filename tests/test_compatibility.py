@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from distill.recipe import RecipeError, Teacher, dump, parse
+from distill.recipe import LocalTeacherConfig, RecipeError, dump, parse
 from distill.recipe.compatibility import APART, COMMANDS, PROPERTIES, REQUIREMENTS, conflicts, require_command
 from distill.recipe.teachers import describe_teacher
 
@@ -252,7 +252,7 @@ def test_members_have_weights_by_route():
 def test_recipes_with_several_teachers():
     base = "student: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"
     recipe = parse("teachers: [{model: a, weight: 0.7}, {model: b, adapter: c}]\n" + base, ["teachers.1.weight=3"])
-    assert recipe.teacher == Teacher(model="a") and [t.weight for t in recipe.teachers] == [0.7, 3.0]
+    assert recipe.teacher == LocalTeacherConfig(model="a") and [t.weight for t in recipe.teachers] == [0.7, 3.0]
     assert parse(dump(recipe)) == recipe and "\nteacher:" not in dump(recipe)
     for text, told in (
         ("teachers: [{mode: a}]", "teachers.0.mode: unknown field; did you mean model"),

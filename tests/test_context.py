@@ -18,8 +18,7 @@ from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
-from distill.recipe import RecipeError, dump, load, parse
-from distill.recipe.models import Context
+from distill.recipe import Context, RecipeError, dump, load, parse
 from distill.run import run
 from distill.teachers.backends.served.teacher import query_column
 from distill.teachers.backends.student import AveragedTeacher
@@ -334,7 +333,7 @@ def test_recipes_with_a_context():
     for teacher, told in (
         ("{type: student}", "type: student needs context"),
         ("{type: student, model: m, context: {template: a}}", "got model; leave model out"),
-        ("{model: m, ema: 0.9, context: {template: a}}", "expected type: student, weights of 16 or 32 bits"),
+        ("{model: m, ema: 0.9, context: {template: a}}", "teacher.ema: belongs to type: student; got type: model"),
         ("{type: student, ema: 1.0, context: {template: a}}", "teacher.ema"),
         ("{model: m, context: {template: 'a {b'}}", "a brace of the text itself is written twice"),
         ("{model: m, context: {template: 'a {}'}}", "where a row's column stands"),

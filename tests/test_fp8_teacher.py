@@ -22,7 +22,7 @@ from distill.models.loading import load_teacher
 from distill.models.patch import recognition
 from distill.models.patch.patching import patch
 from distill.models.quantised_checkpoints import is_quantised
-from distill.recipe import RecipeError, Teacher, parse
+from distill.recipe import LocalTeacherConfig, RecipeError, parse
 from distill.teachers.backends.fp8 import Before, Fp8Teacher, fp8_offers, quantise_and_measure
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
@@ -150,7 +150,9 @@ def test_fp8_is_for_teachers():
     "skip, count", [([], 21), ([0, "2.mlp", "1.self_attn.q_proj"], 10), (["1.mlp", "1.self_attn"], 14)]
 )
 def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path, skip, count):
-    section = Teacher(model=str(save_tiny(tmp_path, tiny_model(layers=3, hidden=64))), dtype="fp8", fp8_skip=skip)
+    section = LocalTeacherConfig(
+        model=str(save_tiny(tmp_path, tiny_model(layers=3, hidden=64))), dtype="fp8", fp8_skip=skip
+    )
     whole = load_teacher(section, dtype=torch.float32)
     assert not is_quantised(whole)
     assert quantise(whole, section.fp8_skip) == count
@@ -165,7 +167,7 @@ def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path, skip, count):
 def test_random_weights_are_initialised_layer_by_layer(tmp_path, tied):
     """Neither host nor device ever holds the whole teacher."""
     tiny_model(layers=3, hidden=64, tie_word_embeddings=tied).config.save_pretrained(tmp_path)
-    section = Teacher(init="random", config=str(tmp_path))
+    section = LocalTeacherConfig(init="random", config=str(tmp_path))
     ours, again = (load_a_layer_at_a_time(section, device=torch.device("cpu"), dtype=torch.float32) for _ in range(2))
     assert is_quantised(ours) and not any(weight.is_meta or weight.requires_grad for weight in ours.parameters())
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
@@ -240,12 +242,12 @@ def test_a_part_that_the_model_has_not_is_refused(part):
 
 
 def test_the_setting_has_one_spelling():
-    section = Teacher(model="a", dtype="fp8", fp8_skip=[29, "3.mlp", "29"])
+    section = LocalTeacherConfig(model="a", dtype="fp8", fp8_skip=[29, "3.mlp", "29"])
     assert section.fp8_skip == ["3.mlp", "29"] and section.held == "fp8 but 3.mlp 29"
-    assert Teacher(model="a", dtype="fp8").held == "fp8"
+    assert LocalTeacherConfig(model="a", dtype="fp8").held == "fp8"
     for wrong in ({"dtype": "bfloat16", "fp8_skip": [1]}, {"dtype": "fp8", "fp8_skip": ["mlp"]}):
         with pytest.raises(ValueError, match="fp8_skip"):
-            Teacher(model="a", **wrong)
+            LocalTeacherConfig(model="a", **wrong)
 
 
 def test_suggested_settings_match_a_run_with_them():

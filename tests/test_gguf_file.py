@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from distill.cli import run_command
 from distill.models.loading import load_config, load_tokenizer
-from distill.recipe import Teacher
+from distill.recipe import LocalTeacherConfig
 from distill.reports import gguf_file
 from distill.reports.gguf_file import LLAMA_3, TEXTS, split_name, write_gguf
 
@@ -50,7 +50,7 @@ def read_back(path: Path, **more):
 def test_a_header_is_read_once_until_the_file_changes(tmp_path, monkeypatch):
     """`check` asks for a configuration forty times; a header with 49,152 tokens takes three seconds."""
     write_gguf(saved(tmp_path / "student"), tmp_path / "m.gguf", "f32")
-    section, read = Teacher(model=str(tmp_path / "m.gguf")), []
+    section, read = LocalTeacherConfig(model=str(tmp_path / "m.gguf")), []
     from_pretrained = AutoConfig.from_pretrained
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: read.append(a) or from_pretrained(*a, **k))
     first, second = load_config(section, "teacher"), load_config(section, "teacher")
@@ -200,7 +200,7 @@ def test_a_tokenizer_beside_a_file_is_not_taken_for_the_files(tmp_path):
     folder = saved(tmp_path / "m")
     write_gguf(folder, folder / "m.gguf", "f32")
     saved(folder, pre_tokenizers.Digits(individual_digits=True))
-    loaded = load_tokenizer(Teacher(model=str(folder / "m.gguf")))
+    loaded = load_tokenizer(LocalTeacherConfig(model=str(folder / "m.gguf")))
     assert loaded.eos_token == "<|end|>" and loaded.pad_token == "<|pad|>" and loaded.chat_template
     assert loaded(TEXTS[0]).input_ids == tiny_tokenizer(300)(TEXTS[0]).input_ids
     assert Path(loaded.name_or_path) == folder

@@ -19,7 +19,7 @@ from distill.core import console
 from distill.data.load import load_data
 from distill.data.sources import RowFault, open_source
 from distill.models.loading import load_config, load_teacher, load_tokenizer
-from distill.recipe import Data, ModelSection, RecipeError, Teacher, parse
+from distill.recipe import Data, LocalTeacherConfig, ModelSection, RecipeError, parse
 from distill.reports.export import export
 from distill.teachers.registry import source_of
 
@@ -140,9 +140,9 @@ def refused_everywhere(run_folder, expected):
         )
     )
     for attempt in (
-        lambda: load_config(Teacher(model=student), "teacher"),
-        lambda: load_teacher(Teacher(model=student)),
-        lambda: load_teacher(Teacher(**random.model_dump(exclude_none=True))),
+        lambda: load_config(LocalTeacherConfig(model=student), "teacher"),
+        lambda: load_teacher(LocalTeacherConfig(model=student)),
+        lambda: load_teacher(LocalTeacherConfig(**random.model_dump(exclude_none=True))),
         lambda: source_of(recipe).shapes(),
         lambda: export(run_folder, Path("out")),
     ):
@@ -209,7 +209,7 @@ def test_configurations_that_are_none(run_folder, content, expected):
         with pytest.raises(ValueError, match=expected):
             export(run_folder, Path("out"))
     with pytest.raises(ValueError, match=expected):
-        load_teacher(Teacher(model=str(run_folder / "student")))
+        load_teacher(LocalTeacherConfig(model=str(run_folder / "student")))
 
 
 @pytest.mark.plain("weights.bin", "/etc/passwd", "7")
@@ -222,7 +222,10 @@ def test_an_index_names_safetensors_of_its_own_folder(run_folder, saved, name):
     (student / "model.safetensors").rename(student / "other.safetensors")
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     (student / "model.safetensors.index.json").write_text(json.dumps(index))
-    for attempt in (lambda: load_teacher(Teacher(model=str(student))), lambda: export(run_folder, Path("out"))):
+    for attempt in (
+        lambda: load_teacher(LocalTeacherConfig(model=str(student))),
+        lambda: export(run_folder, Path("out")),
+    ):
         with pytest.raises(ValueError, match="expected safetensors files in the same folder"):
             attempt()
     assert not Path("touched").exists() and not Path("out").exists()
@@ -367,7 +370,7 @@ HUGE = struct.pack("<Q", 1 << 60)
 )
 def test_hostile_gguf_headers_are_refused(entries, more, expected):
     gguf(Path("m.gguf"), entries, **more)
-    section = Teacher(model="./m.gguf")
+    section = LocalTeacherConfig(model="./m.gguf")
     for attempt in (
         lambda: load_config(section, "teacher"),
         lambda: load_tokenizer(section),
@@ -391,7 +394,7 @@ def test_a_tokenizer_that_panics(saved, monkeypatch):
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", panic)
     with pytest.raises(ValueError, match=r"teacher\.model: cannot load .*PanicException: index out of bounds.*7$"):
-        load_tokenizer(Teacher(model=str(saved)))
+        load_tokenizer(LocalTeacherConfig(model=str(saved)))
 
 
 @pytest.mark.parametrize("text", ["!!int ''", "!!float x", "!!timestamp ''", "!!binary é", "!!bool ''", "!!int 0x"])

@@ -8,7 +8,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.core import tokenizer_limits
 from distill.models.loading import load_tokenizer
-from distill.recipe import Teacher
+from distill.recipe import LocalTeacherConfig
 
 ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -46,7 +46,7 @@ def test_a_normalizer_that_makes_endless_text_is_refused_before_it_is_used_here(
     with pytest.raises(
         ValueError, match=r"^teacher\.model: the tokenizer of .* takes more than 4 GiB of memory"
     ) as told:
-        load_tokenizer(Teacher(model=str(saved)))
+        load_tokenizer(LocalTeacherConfig(model=str(saved)))
     assert "\n" not in str(told.value)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 5 << 20), "KiB"
 
@@ -56,7 +56,7 @@ def test_a_tokenizer_that_takes_too_long_is_ended(saved, limit):
     search = {"type": "Split", "pattern": {"Regex": "(a|aa)+"}, "behavior": "Isolated", "invert": False}
     with_normalizer(saved, None, {"type": "Sequence", "pretokenizers": [search, BYTES]})
     with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* takes more than 0.01 s"):
-        load_tokenizer(Teacher(model=str(saved)))
+        load_tokenizer(LocalTeacherConfig(model=str(saved)))
 
 
 @pytest.mark.parametrize(

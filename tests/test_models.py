@@ -17,7 +17,7 @@ from distill.models.layers import find_layers, layers_to_keep
 from distill.models.load.source import resolve_model_source
 from distill.models.loading import load_student, load_teacher, load_tokenizer, save_student
 from distill.models.prune.pruning import cut_config, cut_layers
-from distill.recipe import FromTeacher, Lora, Student, Teacher
+from distill.recipe import FromTeacher, LocalTeacherConfig, Lora, Student
 
 TEXT = "The teacher explains and the student listens."
 
@@ -41,19 +41,21 @@ def logits(model, ids):
 
 
 def test_a_folder_loads_as_a_frozen_teacher(folder, ids, tokenizer):
-    teacher = load_teacher(Teacher(model=str(folder)))
+    teacher = load_teacher(LocalTeacherConfig(model=str(folder)))
     assert torch.equal(logits(teacher, ids), logits(tiny_model(tokenizer, layers=4), ids))
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
     assert teacher.config.use_cache is False
-    loaded = load_tokenizer(Teacher(model=str(folder)))
+    loaded = load_tokenizer(LocalTeacherConfig(model=str(folder)))
     assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids and loaded.chat_template == tokenizer.chat_template
 
 
 def test_dtype_follows_checkpoint_recipe_and_argument_in_rising_order(tokenizer, tmp_path):
     folder = save_tiny(tmp_path / "m", tiny_model(tokenizer, dtype=torch.bfloat16), tokenizer)
-    assert load_teacher(Teacher(model=str(folder))).dtype == torch.bfloat16
-    assert load_teacher(Teacher(model=str(folder), dtype="float16")).dtype == torch.float16
-    assert load_teacher(Teacher(model=str(folder), dtype="float16"), dtype=torch.float32).dtype == torch.float32
+    assert load_teacher(LocalTeacherConfig(model=str(folder))).dtype == torch.bfloat16
+    assert load_teacher(LocalTeacherConfig(model=str(folder), dtype="float16")).dtype == torch.float16
+    assert (
+        load_teacher(LocalTeacherConfig(model=str(folder), dtype="float16"), dtype=torch.float32).dtype == torch.float32
+    )
     assert load_student(Student(model=str(folder)), dtype=torch.float32).dtype == torch.float32
 
 
@@ -101,7 +103,7 @@ def test_a_package_file_stays_inside_the_package():
 def test_an_unreachable_hub_points_to_a_local_folder():
     for load in (load_teacher, load_tokenizer):
         with pytest.raises(ValueError, match=r"teacher\.model: cannot load meta/none-such: .*local folder") as raised:
-            load(Teacher(model="meta/none-such"))
+            load(LocalTeacherConfig(model="meta/none-such"))
         assert "\n" not in str(raised.value)
 
 
@@ -111,10 +113,10 @@ def test_broken_files_name_the_field(tmp_path, folder):
     (broken / "config.json").write_text((folder / "config.json").read_text())
     (broken / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(ValueError, match=r"teacher\.model: cannot load"):
-        load_teacher(Teacher(model=str(broken)))
+        load_teacher(LocalTeacherConfig(model=str(broken)))
     (broken / "config.json").write_text('{"model_type": "none-such"}')
     with pytest.raises(ValueError, match=r"teacher\.model: cannot load .*none-such"):
-        load_teacher(Teacher(model=str(broken)))
+        load_teacher(LocalTeacherConfig(model=str(broken)))
 
 
 def test_remote_code_of_a_model_is_off_by_default(tmp_path, folder, caplog):
@@ -126,10 +128,10 @@ def test_remote_code_of_a_model_is_off_by_default(tmp_path, folder, caplog):
     (hostile / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (hostile / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="own Python code"):
-        load_teacher(Teacher(model=str(hostile)))
+        load_teacher(LocalTeacherConfig(model=str(hostile)))
     assert not (tmp_path / "ran").exists()
     with caplog.at_level(logging.WARNING):
-        load_teacher(Teacher(model=str(folder), trust_remote_code=True))
+        load_teacher(LocalTeacherConfig(model=str(folder), trust_remote_code=True))
     assert "trust_remote_code" in caplog.text
 
 
@@ -138,12 +140,12 @@ def test_remote_code_of_a_model_is_off_by_default(tmp_path, folder, caplog):
 
 def test_random_weights_take_their_shape_from_a_file_or_a_shipped_name(folder, ids):
     section = {"init": "random", "config": str(folder / "config.json"), "model": "meta/unreachable"}
-    teacher, again = load_teacher(Teacher(**section)), load_teacher(Teacher(**section))
+    teacher, again = load_teacher(LocalTeacherConfig(**section)), load_teacher(LocalTeacherConfig(**section))
     student = load_student(Student(**section))
     assert torch.equal(logits(teacher, ids), logits(again, ids)), "the same seed gives the same weights"
     assert not torch.equal(logits(teacher, ids), logits(student, ids)), "teacher and student must differ"
     state = torch.random.get_rng_state()
-    load_teacher(Teacher(**section))
+    load_teacher(LocalTeacherConfig(**section))
     assert torch.equal(state, torch.random.get_rng_state()), "loading must not disturb the run's random numbers"
     with pytest.raises(ValueError, match=r"student\.config"):
         load_student(Student(init="random", config="none-such"))
@@ -154,7 +156,7 @@ def test_a_config_that_is_none_is_refused(tmp_path):
     for text in ("[]", "{", '{"model_type": "none-such"}', '{"model_type": "vit"}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"teacher\.config"):
-            load_teacher(Teacher(init="random", config=str(path)))
+            load_teacher(LocalTeacherConfig(init="random", config=str(path)))
 
 
 # ---------------------------------------------------------------- pruning
@@ -216,7 +218,7 @@ def test_layers_that_would_behave_differently_are_refused(tokenizer, monkeypatch
 
 
 def test_student_from_teacher_follows_the_recipe(tokenizer, folder):
-    teacher = load_teacher(Teacher(model=str(folder)))
+    teacher = load_teacher(LocalTeacherConfig(model=str(folder)))
     section = Student(from_teacher=FromTeacher(layers=3), dtype="bfloat16")
     student = load_student(section, teacher=teacher)
     assert student.config.num_hidden_layers == 3 and student.dtype == torch.bfloat16 and student.training
@@ -276,7 +278,7 @@ def test_a_lora_student_is_saved_merged_and_as_an_adapter(lora, tie, tokenizer, 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "student")
     assert relative_error(logits(loaded, ids), before) < 1e-5
     assert relative_error(logits(load_student(Student(model=str(teacher_folder))), ids), before) > 1e-2
-    again = load_teacher(Teacher(model=str(teacher_folder), adapter=str(tmp_path / "run" / "adapter")))
+    again = load_teacher(LocalTeacherConfig(model=str(teacher_folder), adapter=str(tmp_path / "run" / "adapter")))
     assert relative_error(logits(again, ids), before) < 1e-5
     assert not any(p.requires_grad for p in again.parameters()) and not hasattr(again, "peft_config")
 
@@ -292,14 +294,14 @@ def test_an_adapter_made_for_another_model_is_refused(folder, tokenizer, tmp_pat
         model.save_pretrained(tmp_path / name)
         return str(tmp_path / name)
 
-    load_teacher(Teacher(model=str(folder), adapter=adapter("fits", layers=4)))
+    load_teacher(LocalTeacherConfig(model=str(folder), adapter=adapter("fits", layers=4)))
     for name in (adapter("wider", layers=4, hidden=64), adapter("deeper", layers=5), adapter("shallower", layers=3)):
         with pytest.raises(ValueError, match=r"teacher\.adapter: .*does not fit"):
-            load_teacher(Teacher(model=str(folder), adapter=name))
+            load_teacher(LocalTeacherConfig(model=str(folder), adapter=name))
     with pytest.raises(ValueError, match=r"teacher\.adapter: .*no adapter_config\.json"):
-        load_teacher(Teacher(model=str(folder), adapter=str(folder)))
+        load_teacher(LocalTeacherConfig(model=str(folder), adapter=str(folder)))
     with pytest.raises(ValueError, match=r"teacher\.adapter: .*local folder"):
-        load_teacher(Teacher(model=str(folder), adapter="some/adapter"))
+        load_teacher(LocalTeacherConfig(model=str(folder), adapter="some/adapter"))
 
 
 def test_a_head_that_was_trained_whole_merges_untied(tokenizer, ids):
@@ -335,8 +337,8 @@ def test_a_saved_student_loads_and_generates(tie, tokenizer, ids, tmp_path):
 
 @pytest.mark.full  # the quickstart, which CI runs, reads it too
 def test_the_real_gguf_can_be_cut_and_saved(smollm2_folder, tmp_path):
-    teacher = load_teacher(Teacher(model=str(smollm2_folder)))
-    tokenizer = load_tokenizer(Teacher(model=str(smollm2_folder)))
+    teacher = load_teacher(LocalTeacherConfig(model=str(smollm2_folder)))
+    tokenizer = load_tokenizer(LocalTeacherConfig(model=str(smollm2_folder)))
     config = json.loads((smollm2_folder / "config.json").read_text())
     assert "quantization_config" not in config and not getattr(teacher, "is_quantized", False)
     prompt = tokenizer("The capital of France is", return_tensors="pt").input_ids

@@ -53,12 +53,13 @@ from distill.training.progress import ProgressReport
         ("loss.terms=[forward_kl]", "as in loss.terms: [{type: forward_kl}]"),
         ("loss.terms=[{type:kld}]", "'type:kld': YAML wants a space after the colon, as in type: kld"),
         ("train=steps:100", "got 'steps:100'; YAML needs a space after the colon: steps: 100"),
-        ("train.early_stopping_patience=3", "unknown field; not supported; train.eval_every draws the held-out curve"),
+        ("train.early_stopping_patience=3", "train.early_stopping_patience: unknown field; known: steps, epochs"),
         ("train.neftune_noise_alpha=5", "did you mean train.arguments.neftune_noise_alpha?"),
-        ("load_best_model_at_end=true", "not supported; the last weights are the student"),
-        ("hub_model_id=me/it", "not supported; distill export RUN -o FOLDER"),
-        ("stage=sft", "not supported; there is one task, distillation"),
-        ("student.pissa_init=true", "not supported; student.lora starts at the model itself"),
+        ("eval_strategy=steps", "did you mean train.eval_every?"),
+        (
+            "train.hidden_loss=1",
+            "did you mean loss.terms? as in loss.terms: [{type: forward_kl}, {type: hidden_state}]",
+        ),
     ],
 )
 def test_names_of_other_tools_get_their_cure(override, expected):
@@ -73,14 +74,16 @@ def test_the_tables_of_foreign_names_lead_to_fields_and_values_that_exist():
     from transformers import TrainingArguments
 
     from distill.core.errors import _literals, _paths
-    from distill.recipe.aliases import ALIASES, SHORT, VALUES
+    from distill.recipe.aliases import other_tools
+
+    aliases, values_elsewhere, short, _ = other_tools()
 
     fields = set(_paths(Recipe)) | {"--resume", "--name", ""}
     fields |= {f"train.arguments.{field.name}" for field in dataclasses.fields(TrainingArguments)}
-    assert {name for name, alias in ALIASES.items() if alias.field not in fields or not any(alias)} == set()
-    assert set(ALIASES) & fields == {"output_dir"}, "a name that is ours already, at the same place"
-    assert set(SHORT) <= fields
-    for field, values in VALUES.items():
+    assert {name for name, alias in aliases.items() if alias.field not in fields or not any(alias)} == set()
+    assert set(aliases) & fields == {"output_dir"}, "a name that is ours already, at the same place"
+    assert set(short) <= fields
+    for field, values in values_elsewhere.items():
         paths = ["loss.terms.type"] if field == "type" else [p for p in fields if p.rpartition(".")[2] == field]
         options = {option for path in paths for option in _literals(Recipe, path.split("."))}
         ours = {value.split(" ")[0] for value in values.values()} - {

@@ -17,7 +17,7 @@ from distill.models.load.fingerprint import fingerprint
 from distill.models.loading import load_student, load_teacher
 from distill.models.patch.patching import patch, unpatch
 from distill.models.precision.offload import offload_layers
-from distill.recipe import RecipeError, Student, Teacher
+from distill.recipe import LocalTeacherConfig, RecipeError, Student
 from distill.run import run
 from distill.training.error_translation import out_of_memory
 from distill.training.trainer import DistillationTrainer
@@ -266,7 +266,7 @@ def test_an_offloaded_run_logs_it_and_gives_the_same_result(workplace, capsys): 
     out = capsys.readouterr().out
     assert "offload     4 layers of the teacher" in out and "wait in host memory" in out
     assert offloaded.after == plain.after and offloaded.before == plain.before
-    same = [load_teacher(Teacher(model=str(result.folder / "student"))) for result in (plain, offloaded)]
+    same = [load_teacher(LocalTeacherConfig(model=str(result.folder / "student"))) for result in (plain, offloaded)]
     assert fingerprint(same[0]) == fingerprint(same[1])
 
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_offloaded_is_refused():
     [
         (["teacher={model: t, offload: cpu, dtype: fp8}"], "offload: cpu works with weights in 16 or 32 bits"),
         (["teacher={model: t, offload: cpu, dtype: int8}"], "offload: cpu works with weights in 16 or 32 bits"),
-        (["teacher={type: cache, path: c, offload: cpu}"], "offload: cpu has no meaning with type: cache"),
+        (["teacher={type: cache, path: c, offload: cpu}"], "offload: belongs to type: model or student"),
         (["teacher.offload=cpu", "parallel.teacher=sharded"], "two ways of holding the same weights"),
         (["teacher.offload=disk"], "cpu"),
     ],
@@ -316,11 +316,11 @@ def test_a_loaded_section_is_offloaded_with_its_adapter_merged(tmp_path):
     )
     adapted.save_pretrained(tmp_path / "adapter")
     section = {"model": str(tmp_path / "model"), "adapter": str(tmp_path / "adapter")}
-    resident, offloaded = (load_teacher(Teacher(**section, offload=how)) for how in (None, "cpu"))
+    resident, offloaded = (load_teacher(LocalTeacherConfig(**section, offload=how)) for how in (None, "cpu"))
     assert is_offloaded(offloaded) and not is_offloaded(resident) and offloading_of(resident) is None
     assert torch.equal(logits(offloaded), logits(resident))
     assert not torch.equal(logits(resident), logits(teacher))
-    random = Teacher(init="random", config=str(tmp_path / "model" / "config.json"))
+    random = LocalTeacherConfig(init="random", config=str(tmp_path / "model" / "config.json"))
     drawn = load_teacher(random.model_copy(update={"offload": "cpu"}))
     assert is_offloaded(drawn) and torch.equal(logits(drawn), logits(load_teacher(random)))
 
@@ -358,7 +358,7 @@ def test_on_a_gpu_the_outputs_are_the_same_and_the_memory_is_less(larger):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        teacher = load_teacher(Teacher(model=larger, offload=how), device=cuda)
+        teacher = load_teacher(LocalTeacherConfig(model=larger, offload=how), device=cuda)
         said.append([logits(teacher, part).clone() for part in (ids, ids.flip(1), ids)])
         held.append(torch.cuda.max_memory_allocated() - before)
         if how is not None:
@@ -381,7 +381,7 @@ def test_on_a_gpu_training_is_the_same_while_layers_travel(larger, tmp_path):
     settings = {"use_cpu": False, "max_steps": 12, "logging_steps": 12, "optim": "sgd", "learning_rate": 0.1}
     after = []
     for how in (None, "cpu"):
-        teacher = load_teacher(Teacher(model=larger, offload=how), device="cuda")
+        teacher = load_teacher(LocalTeacherConfig(model=larger, offload=how), device="cuda")
         student = tiny_model(seed=2, dtype=torch.float32).cuda()
         made = DistillationTrainer(student, teacher, arguments(tmp_path, **settings), train_dataset=rows(32))
         made.train()

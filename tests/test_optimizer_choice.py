@@ -119,6 +119,8 @@ def test_unavailable_report_targets_are_refused_before_the_run(workplace, librar
         ("{use_liger_kernel: true}", "use_liger_kernel: expected false"),
         ("{accelerator_config: {split_batches: true}}", "accelerator_config.split_batches: expected false"),
         ("{enable_jit_checkpoint: true}", "enable_jit_checkpoint: expected false, since it takes SIGTERM"),
+        ("{ignore_data_skip: true}", "ignore_data_skip: expected false, since a resumed run"),
+        ("{eval_strategy: epoch}", "eval_strategy is set by train.eval_every"),
         ("{adam_beta2: much}", "adam_beta2: expected a number, got 'much'"),
         ("{dataloader_drop_last: 3}", "dataloader_drop_last: expected true or false, got 3"),
         ("{lr_scheduler_kwargs: {cycles: 2}}", "lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'"),

@@ -146,12 +146,12 @@ def random_teacher(folder, kind):
     from torch.distributed.tensor import DTensor
 
     from distill.models.head import decoder_of, find_head
-    from distill.recipe import Teacher
+    from distill.recipe import LocalTeacherConfig
     from distill.teachers.backends.sharded import load_sharded_teacher
 
     tiny_config(layers=4, hidden=64, tie=kind == "tied", initializer_range=0.5).save_pretrained(folder / kind)
     dist.barrier()
-    section = Teacher(init="random", config=str(folder / kind))
+    section = LocalTeacherConfig(init="random", config=str(folder / kind))
     before = torch.random.get_rng_state()
     teacher, report = load_sharded_teacher(
         section, device=torch.device("cpu"), dtype=torch.float32, attention=lambda small: "triton"
@@ -189,13 +189,15 @@ def failure(folder):
     """Return the error of a rank where only the first rank can detect the fault."""
     from tiny import tiny_config
 
-    from distill.recipe import Teacher
+    from distill.recipe import LocalTeacherConfig
     from distill.teachers.backends.sharded import load_sharded_teacher
 
     tiny_config().save_pretrained(folder / "hollow")  # a configuration without weights
     dist.barrier()
     try:
-        load_sharded_teacher(Teacher(model=str(folder / "hollow")), device=torch.device("cpu"), dtype=torch.float32)
+        load_sharded_teacher(
+            LocalTeacherConfig(model=str(folder / "hollow")), device=torch.device("cpu"), dtype=torch.float32
+        )
     except ValueError as error:
         return str(error)
     return ""

@@ -24,7 +24,7 @@ from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.memory import LOADING, layer_activations, step_memory
 from distill.planning.preflight import check, device_plan
 from distill.planning.step_time import COPY_EFFICIENCY
-from distill.recipe import Lora, WeightedTeacher, load, parse
+from distill.recipe import Lora, WeightedLocalTeacherConfig, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
 from distill.teachers.backends.local import SHARDED_FP8
 from distill.teachers.registry import source_of
@@ -260,7 +260,7 @@ def test_a_teacher_of_70b_is_shared_by_four_gpus():
 
 
 def test_several_teachers_are_all_held_and_all_run():
-    one, section = of(), WeightedTeacher(init="random", config="llama-3.1-8b", dtype="bfloat16")
+    one, section = of(), WeightedLocalTeacherConfig(init="random", config="llama-3.1-8b", dtype="bfloat16")
     both = recipe().model_copy(update={"teachers": [section, section]})
     two = check(both, find_device("H200"), read_data=False)
     assert two.memory.parts["teacher"] == 2 * one.memory.parts["teacher"]
@@ -329,8 +329,8 @@ def test_a_cached_teacher_takes_what_is_stored_of_it(states):
     tokens = loaded.train.batch_size * loaded.data.max_length
 
     def of(path):
-        teacher = loaded.teacher.model_copy(update={"type": "cache", "path": str(path)})
-        return step_memory(device_plan(loaded.model_copy(update={"teacher": teacher}), find_device("H100"), 1))
+        cached = recipe("teacher.dtype=bfloat16", "teacher.type=cache", f"teacher.path={path}")
+        return step_memory(device_plan(cached, find_device("H100"), 1))
 
     online = step_memory(device_plan(loaded, find_device("H100"), 1))
     k_tokens, hidden = of("not-made-yet"), of(states)

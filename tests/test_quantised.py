@@ -27,7 +27,7 @@ from distill.models.patch.patching import patch
 from distill.models.quantised_checkpoints import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
-from distill.recipe import RecipeError, Student, Teacher, load
+from distill.recipe import LocalTeacherConfig, RecipeError, Student, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
 from distill.training.trainer import DistillationTrainer
@@ -75,7 +75,7 @@ def folder(tmp_path):
 
 
 def test_a_quantised_checkpoint_is_a_teacher(folder, tmp_path):
-    teacher = load_teacher(Teacher(model=folder))
+    teacher = load_teacher(LocalTeacherConfig(model=folder))
     assert quantised_by_transformers(teacher) and not any(p.requires_grad for p in teacher.parameters())
     assert type(teacher.model.layers[0].mlp.gate_proj) is AutoBitLinear and type(teacher.lm_head) is nn.Linear
     plain = tiny_model(layers=3, seed=1, tie=False)
@@ -88,7 +88,7 @@ def test_a_quantised_checkpoint_is_a_teacher(folder, tmp_path):
 
 
 def test_loss_of_a_quantised_teacher_equals_that_of_its_logits(folder, tmp_path):
-    teacher, student = load_teacher(Teacher(model=folder)), tiny_model(seed=2)
+    teacher, student = load_teacher(LocalTeacherConfig(model=folder)), tiny_model(seed=2)
     made = DistillationTrainer(student, teacher, arguments(tmp_path), train_dataset=rows())
     batch = made.data_collator([rows(1, ragged=False)[0]])
     ours = made.model(**made.objective.student_inputs(batch))["loss"].item()
@@ -109,7 +109,10 @@ def test_a_whole_run_with_it(workplace, capsys):  # noqa: F811
 
 def test_parameter_count_is_that_of_the_unquantised_model(folder):
     """Whatever its layers keep: packed weights would count as fewer, buffers not at all."""
-    teacher, plain = load_teacher(Teacher(model=folder)), tiny_model(layers=3, tie=False).requires_grad_(False)
+    teacher, plain = (
+        load_teacher(LocalTeacherConfig(model=folder)),
+        tiny_model(layers=3, tie=False).requires_grad_(False),
+    )
     for layer in teacher.model.layers:  # as GPTQ's layers keep them
         gate = layer.mlp.gate_proj
         packed = gate.weight.detach()[:, ::8].to(torch.int32)
@@ -120,7 +123,7 @@ def test_parameter_count_is_that_of_the_unquantised_model(folder):
 
 
 def test_the_lock_sees_weights_that_are_buffers(folder):
-    teacher = load_teacher(Teacher(model=folder))
+    teacher = load_teacher(LocalTeacherConfig(model=folder))
     teacher.model.layers[0].register_buffer("scales", torch.ones(3))
     before = fingerprint(teacher)
     assert fingerprint(teacher) == before
@@ -162,13 +165,13 @@ def test_our_kernels_go_around_quantised_layers():
 def test_a_quantised_head_is_refused(tmp_path):
     model = saved(tmp_path / "head", BITNET | {"modules_to_not_convert": []})
     with pytest.raises(ValueError, match=r"teacher\.model: the head of .* is quantised too.*AutoBitLinear"):
-        load_teacher(Teacher(model=model))
+        load_teacher(LocalTeacherConfig(model=model))
 
 
 def test_a_student_is_never_quantised(folder):
     with pytest.raises(ValueError, match=r"student\.model: .* is quantised \(bitnet\), and a student is trained"):
         load_student(Student(model=folder))
-    teacher = load_teacher(Teacher(model=folder))
+    teacher = load_teacher(LocalTeacherConfig(model=folder))
     with pytest.raises(ValueError, match=r"student\.from_teacher: layers cannot be cut out of a quantised teacher"):
         load_student(Student(from_teacher={"layers": 1}), teacher=teacher)
 
@@ -183,14 +186,14 @@ def test_a_student_is_never_quantised(folder):
 )
 def test_what_a_quantised_teacher_cannot_be_as_well(folder, settings, message):
     with pytest.raises(ValueError, match=message):
-        load_teacher(Teacher(model=folder, **settings))
+        load_teacher(LocalTeacherConfig(model=folder, **settings))
 
 
 def test_a_method_whose_package_is_missing_is_named(tmp_path):
     if importlib.util.find_spec("optimum"):
         pytest.skip("the package is here")
     with pytest.raises(ValueError, match=r"teacher\.model: cannot load .*: it is quantised \(gptq\): .*pip install"):
-        load_teacher(Teacher(model=saved(tmp_path / "gptq", GPTQ)))
+        load_teacher(LocalTeacherConfig(model=saved(tmp_path / "gptq", GPTQ)))
 
 
 def test_the_doctor_refuses_it(workplace):  # noqa: F811
@@ -204,7 +207,7 @@ def test_the_doctor_refuses_it(workplace):  # noqa: F811
 
 def test_int8_asks_for_a_gpu_and_the_package(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"teacher\.dtype: int8 needs a CUDA GPU, and this run is on a CPU"):
-        load_teacher(Teacher(model=str(save_tiny(tmp_path / "plain")), dtype="int8"))
+        load_teacher(LocalTeacherConfig(model=str(save_tiny(tmp_path / "plain")), dtype="int8"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; install it: pip install"):
         int8_arguments(FOLDER.gguf_file, torch.device("cuda"), "teacher")
@@ -313,7 +316,7 @@ def test_int8_on_a_gpu_moves_the_teacher_little_and_takes_half(tmp_path):
     said, sizes = [], []
     for dtype in ("bfloat16", "int8"):
         before = torch.cuda.memory_allocated()
-        teacher = load_teacher(Teacher(model=name, dtype=dtype), device="cuda")
+        teacher = load_teacher(LocalTeacherConfig(model=name, dtype=dtype), device="cuda")
         sizes.append(torch.cuda.memory_allocated() - before)
         with torch.inference_mode():
             said.append(teacher(input_ids=ids, use_cache=False).logits.float().log_softmax(-1))

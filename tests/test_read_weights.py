@@ -18,7 +18,7 @@ from distill.cli import run_command
 from distill.evaluation.targets import find_target, load_merged
 from distill.models.loading import load_student, load_teacher
 from distill.models.meta_models import weights_problem
-from distill.recipe import Student, Teacher
+from distill.recipe import LocalTeacherConfig, Student
 from distill.reports.gguf_file import write_gguf
 from distill.teachers.backends.served.vllm_hidden import load_ends
 
@@ -66,12 +66,12 @@ def saved(folder, kind="llama", **more):
 def fault(folder):
     """Return the reason for refusing a folder: the same as a teacher, as a student, and by the headers alone."""
     said = []
-    for load, section in ((load_teacher, Teacher), (load_student, Student)):
+    for load, section in ((load_teacher, LocalTeacherConfig), (load_student, Student)):
         with pytest.raises(ValueError) as raised:
             load(section(model=str(folder)))
         said.append(str(raised.value))
     assert said[1] == said[0].replace("teacher.model", "student.model") and "\n" not in said[0]
-    assert weights_problem(Teacher(model=str(folder)), "teacher") == said[0]
+    assert weights_problem(LocalTeacherConfig(model=str(folder)), "teacher") == said[0]
     return said[0].partition(": cannot load ")[2].partition(": ")[2]
 
 
@@ -111,9 +111,9 @@ def test_files_beside_the_weights_are_not_held_against_the_model(tmp_path):
     for folder in (one, several):
         save_file({f"{LOST}:scale": torch.ones(32)}, folder / "quantised_scales.safetensors")
         save_file({"layers.0.attention.wq.weight": torch.ones(32)}, folder / "consolidated.safetensors")
-        assert weights_problem(Teacher(model=str(folder)), "teacher") is None
+        assert weights_problem(LocalTeacherConfig(model=str(folder)), "teacher") is None
     edit(one, drop(LOST))
-    assert LOST in (weights_problem(Teacher(model=str(one)), "teacher") or "")
+    assert LOST in (weights_problem(LocalTeacherConfig(model=str(one)), "teacher") or "")
 
 
 def test_what_the_model_does_not_have_is_named(tmp_path):
@@ -164,9 +164,9 @@ def test_tied_heads_buffers_and_masks_may_be_absent_or_there(tmp_path, caplog):
         )
     ):
         folder = edit(save_tiny(tmp_path / str(number), plain), lambda found, tensors=tensors: found.update(tensors))
-        loaded = load_teacher(Teacher(model=str(folder)))
+        loaded = load_teacher(LocalTeacherConfig(model=str(folder)))
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in loaded.state_dict().items())
-        assert weights_problem(Teacher(model=str(folder)), "teacher") is None
+        assert weights_problem(LocalTeacherConfig(model=str(folder)), "teacher") is None
     early = edit(saved(tmp_path / "gpt2", "gpt2"), put("h.0.attn.bias", 1, 1, 512, 512))
     load_student(Student(model=str(early)))
     assert weights_problem(Student(model=str(early)), "student") is None
@@ -176,7 +176,7 @@ def test_tied_heads_buffers_and_masks_may_be_absent_or_there(tmp_path, caplog):
 def test_heads_for_later_tokens_stay_unread_with_a_line(tmp_path, caplog):
     more = {"num_nextn_predict_layers": 1}
     folder = edit(saved(tmp_path / "m", **more), put("model.layers.2.eh_proj.weight", 32, 64))
-    load_teacher(Teacher(model=str(folder)))
+    load_teacher(LocalTeacherConfig(model=str(folder)))
     assert "teacher.model: not read: model.layers.2.eh_proj.weight (heads for several tokens at once)" in caplog.text
     assert "model.layers.3.eh_proj.weight" in fault(edit(folder, put("model.layers.3.eh_proj.weight", 32, 64)))
 
@@ -212,7 +212,7 @@ def multimodal(folder):
 def test_other_modalities_stay_unread_where_text_is_loaded_alone(tmp_path, caplog):
     folder, alone = multimodal(tmp_path / "m")
     edit(folder, put("audio_tower.layers.0.weight", 4))
-    loaded = load_teacher(Teacher(model=str(folder)))
+    loaded = load_teacher(LocalTeacherConfig(model=str(folder)))
     assert all(torch.equal(value, alone.state_dict()[name]) for name, value in loaded.state_dict().items())
     assert "not read: audio_tower.layers.0.weight (other modalities; the model is loaded for text alone)" in caplog.text
     name = "model.layers.0.mlp.extra_proj.weight"
@@ -224,15 +224,15 @@ def test_other_modalities_stay_unread_where_text_is_loaded_alone(tmp_path, caplo
 def test_more_figures_of_a_quantised_checkpoint_stay_unread_with_a_line(tmp_path, caplog):
     folder = quantised(tmp_path / "m", BITNET | {"modules_to_not_convert": ["lm_head"]})
     edit(tmp_path / "m", put("model.layers.0.self_attn.k_proj.k_scale", 1))
-    load_teacher(Teacher(model=folder))
+    load_teacher(LocalTeacherConfig(model=folder))
     assert "not read: model.layers.0.self_attn.k_proj.k_scale (scales and the like" in caplog.text
     edit(tmp_path / "m", put("model.layers.0.self_attn.r_proj.weight", 4))
     with pytest.raises(ValueError, match=r"its files hold model\.layers\.0\.self_attn\.r_proj\.weight, which a"):
-        load_teacher(Teacher(model=folder))
+        load_teacher(LocalTeacherConfig(model=folder))
     edit(tmp_path / "m", drop("model.layers.0.self_attn.r_proj.weight"))
     edit(tmp_path / "m", drop(LOST))
     with pytest.raises(ValueError, match=rf"its files lack {re.escape(LOST)}, which would be drawn"):
-        load_teacher(Teacher(model=folder))
+        load_teacher(LocalTeacherConfig(model=folder))
 
 
 def gguf_with(folder, change):
@@ -258,7 +258,7 @@ def gguf_with(folder, change):
 def test_a_gguf_file_is_held_to_the_model(tmp_path, caplog):
     def load(name, change):
         (tmp_path / name).mkdir()
-        return load_teacher(Teacher(model=str(gguf_with(tmp_path / name, change))))
+        return load_teacher(LocalTeacherConfig(model=str(gguf_with(tmp_path / name, change))))
 
     load("whole", lambda tensors: None)
     with pytest.raises(ValueError, match=rf"its files lack {re.escape(LOST)}, which would be drawn at random"):
@@ -301,7 +301,7 @@ def test_every_place_that_loads_a_model_refuses(tmp_path, monkeypatch, capsys):
         load_merged(find_target("teacher"), "cpu", None)
     edit(tmp_path / "teacher", drop("model.norm.weight"))
     with pytest.raises(ValueError, match=r"its files lack model\.norm\.weight"):
-        load_ends(Teacher(model="teacher"), torch.float32)
+        load_ends(LocalTeacherConfig(model="teacher"), torch.float32)
 
 
 def test_an_adapter_that_lacks_a_weight_is_refused(tmp_path):
@@ -312,4 +312,4 @@ def test_an_adapter_that_lacks_a_weight_is_refused(tmp_path):
     tensors.pop("base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight")
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"teacher\.adapter: .* does not fit its base model: .*layers\.1\.self_attn"):
-        load_teacher(Teacher(model=str(base), adapter=str(tmp_path / "adapter")))
+        load_teacher(LocalTeacherConfig(model=str(base), adapter=str(tmp_path / "adapter")))

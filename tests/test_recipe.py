@@ -5,13 +5,16 @@ import os
 import re
 import string
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distill.recipe import OWNED_ARGUMENTS, Recipe, RecipeError, dump, load, parse
 from distill.recipe.fields import PATTERNS
+from distill.recipe.teacher_config import DEFAULTS
 
 MINIMAL = """
 teacher: {model: big}
@@ -85,7 +88,7 @@ def test_recipes_cannot_be_changed():
         ("student.lora.rank=8", "my.yaml: student.lora.rank: unknown field; did you mean student.lora.r?"),
         ("student.lora.size=8", "my.yaml: student.lora.size: unknown field; known: r, alpha, dropout, targets, head"),
         ("loss.terms.0.type=forward-kl", "my.yaml: loss.terms.0: unknown type 'forward-kl'; did you mean forward_kl?"),
-        ("loss.terms.0.beta=0.5", "my.yaml: loss.terms.0.beta: unknown field; known: type, weight"),
+        ("loss.terms.0.beta=0.5", "my.yaml: loss.terms.0.beta: belongs to type: jsd; got type: forward_kl"),
         ("train.steps=ten", "my.yaml: train.steps: expected a whole number, got 'ten'"),
         ("train.steps=1.5", "my.yaml: train.steps: expected a whole number, got 1.5"),
         ("train.steps=true", "my.yaml: train.steps: expected a whole number, got true"),
@@ -134,9 +137,9 @@ def test_recipes_cannot_be_changed():
             "expected FILE.py:FUNCTION, such as rewards.py:exact_match, got 'dice.py'",
         ),
         ("teacher.type=plugin", "my.yaml: teacher.backend is missing: name under which an installed package"),
-        ("teacher.backend=mine", "my.yaml: teacher.backend belongs to type: plugin; got type: model"),
+        ("teacher.backend=mine", "my.yaml: teacher.backend: belongs to type: plugin; got type: model"),
         ("teacher.url=http://x", "my.yaml: teacher.url: belongs to type: server; got type: model"),
-        ("teacher.ema=0.9", "16 or 32 bits and no offload; got type: model, dtype: auto, offload: null"),
+        ("teacher.ema=0.9", "my.yaml: teacher.ema: belongs to type: student; got type: model"),
         ("data.source=", "my.yaml: data.source: expected text, got null"),
         ("loss.terms=[{type: policy_gradient}]", "without top_k, top_p and min_p; got no data.on_policy"),
         ("train.log_every", "expected an override key.sub=value"),
@@ -299,7 +302,14 @@ CASES = int(
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 SECTIONS = ["teacher", "student", "data", "loss", "train", "parallel", "generate"]
-FIELDS = sorted({name for section in SECTIONS for name in Recipe.model_fields[section].annotation.model_fields})
+FIELDS = sorted(
+    {
+        name
+        for section in SECTIONS
+        for kind in get_args(Recipe.model_fields[section].annotation) or [Recipe.model_fields[section].annotation]
+        for name in kind.model_fields
+    }
+)
 WORDS = [
     *SECTIONS,
     *FIELDS,
@@ -409,3 +419,29 @@ def test_fuzzed_command_lines_end_with_a_recipe_or_one_line_a_fault(tmp_path, ca
         assert (out == "") == (code != 0) and all(
             line.startswith("distill: ") and len(line) < 700 for line in err.splitlines()
         ), err
+
+
+OF_TYPE = {
+    "model": {"model": "a"},
+    "cache": {"path": "caches/a"},
+    "server": {"url": "http://127.0.0.1:8765"},
+    "student": {"context": {"template": "{solution}"}},
+    "plugin": {"backend": "mine"},
+}
+
+
+@pytest.mark.parametrize("kind", OF_TYPE)
+def test_a_teacher_has_the_fields_of_its_type_alone(kind):
+    """What `dump` writes has the fields of all types; reading it back gives the same, another value is refused."""
+    recipe = parse(MINIMAL, [f"teacher={json.dumps({'type': kind, **OF_TYPE[kind]})}"])
+    own = set(type(recipe.teacher).model_fields)
+    written = yaml.safe_load(dump(recipe))["teacher"]
+    assert set(written) == {*DEFAULTS, "type"} and parse(dump(recipe)) == recipe
+    assert {name: written[name] for name in set(written) - own} == {
+        name: DEFAULTS[name] for name in set(DEFAULTS) - own
+    }
+    for field, value in {"path": "p", "backend": "b", "ema": 0.5, "prefetch": 5, "offload": "cpu"}.items():
+        if field not in own:
+            message = fault(MINIMAL, f"teacher={json.dumps({'type': kind, **OF_TYPE[kind], field: value})}")
+            assert message.startswith(f"my.yaml: teacher.{field}: belongs to type: "), message
+            assert message.endswith(f"; got type: {kind}")

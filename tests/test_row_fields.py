@@ -135,7 +135,7 @@ def test_mapped_columns_that_cannot_be_read_are_refused(tmp_path, fields, messag
 
 
 def test_what_only_the_teacher_reads_is_not_read_by_the_student(tmp_path):
-    from distill.recipe.models import Context
+    from distill.recipe import Context
     from distill.recipe.teachers import TeacherPrompt
     from distill.teachers.rows.context.data import load_context_data
 

@@ -19,7 +19,7 @@ from tiny import CHAT_TEMPLATE, save_models, save_tiny, tiny_model, tiny_tokeniz
 
 from distill.cli import run_command
 from distill.models.loading import load_tokenizer
-from distill.recipe import RecipeError, Teacher, load, parse
+from distill.recipe import LocalTeacherConfig, RecipeError, load, parse
 from distill.training.checkpoints import checkpoint_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +94,7 @@ def remote(workplace, touched):
 
 
 def test_remote_code_is_off_by_default(remote, touched, capsys):
-    assert not Teacher(model="x").trust_remote_code
+    assert not LocalTeacherConfig(model="x").trust_remote_code
     refused(capsys, says="set trust_remote_code beside teacher.model if you trust it")
     assert not touched.exists() and not Path("runs").exists()
 
@@ -114,7 +114,7 @@ def test_a_tokenizer_brings_no_code_either(workplace, touched, side):
     )
     (workplace / side / "own.py").write_text(REMOTE.format(touched=str(touched)))
     with contextlib.suppress(ValueError):
-        load_tokenizer(Teacher(model=side))
+        load_tokenizer(LocalTeacherConfig(model=side))
     assert not touched.exists()
 
 

@@ -299,10 +299,10 @@ def test_a_servers_identity_has_scale_and_soft_cap(tmp_path):
 
 
 def test_media_types_and_an_engine_without_a_tokenizer():
-    from distill.recipe import Teacher
+    from distill.recipe import LocalTeacherConfig
     from distill.teachers.backends.local import LoadedTeacher
 
     model = tiny_model(tiny_tokenizer(), seed=3)
-    engine = Engine(LoadedTeacher(model), Teacher(init="random", config="x"), None, None, 64)
+    engine = Engine(LoadedTeacher(model), LocalTeacherConfig(init="random", config="x"), None, None, 64)
     assert engine.files.keys() == {"config.json"} and engine.identity.tokenizer is None
     assert engine_file.FILES and BINARY == "application/octet-stream"

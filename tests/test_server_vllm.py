@@ -24,7 +24,7 @@ from distill.objectives.top_k import top_k_targets
 from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import LocalTeacherConfig
 from distill.run import run
 from distill.serving.open import running
 from distill.teachers.backends.served import vllm as vllm_client
@@ -257,7 +257,7 @@ def test_a_model_whose_files_lack_its_norm_is_refused(place, tmp_path):
         {n: t for n, t in held.items() if n != "model.norm.weight"}, folder / "model.safetensors", {"format": "pt"}
     )
     with pytest.raises(ValueError, match=r"teacher\.model: .*lack model\.norm\.weight"):
-        load_ends(TeacherSection(model=str(folder)), torch.float32)
+        load_ends(LocalTeacherConfig(model=str(folder)), torch.float32)
 
 
 def test_the_number_of_logprobs_of_each_vllm_server_is_checked_first(place, engine):
@@ -277,7 +277,7 @@ def test_server_settings_of_a_recipe_are_validated(place):
         (["teacher.url=http://me:secret@x"], "expected http://"),
         (["teacher.url=[http://x, http://x/]"], "each server once"),
         (["teacher.url=http://x", "teacher.dtype=fp8"], "give it to distill serve"),
-        (["teacher.url=http://x", "teacher.offload=cpu"], "no teacher is loaded"),
+        (["teacher.url=http://x", "teacher.offload=cpu"], "offload: belongs to type: model or student"),
         (["teacher.url=http://x", "parallel.teacher=sharded"], "requires a teacher whose weights are loaded"),
         (["teacher.url=http://x", "teacher.protocol=vllm"], "protocol: vllm needs top_k"),
         (["teacher.url=http://x", "teacher.protocol=vllm", "teacher.top_k=3", "teacher.folder=f"], "vllm needs top_k"),

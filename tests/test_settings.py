@@ -15,7 +15,7 @@ from distill.commands import settings_schema
 from distill.commands.settings_schema import find_settings, json_schema, settings
 from distill.core.errors import Section
 from distill.recipe import Parallel, RecipeError, parse, shipped
-from distill.recipe.aliases import OTHER_TOOLS
+from distill.recipe.aliases import names_elsewhere
 from distill.recipe.shipped import MODELINE, SCHEMA_FILE, copy_recipe, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def test_every_field_is_there_with_its_meaning():
     )
     assert dotted(full.model_dump(mode="json")) <= set(BY_NAME)
     assert not [name for name, setting in BY_NAME.items() if len(setting.meaning) < 10], "a field without a docstring"
-    assert set(OTHER_TOOLS) <= set(BY_NAME), "names of others for settings that are gone"
+    assert set(names_elsewhere()) <= set(BY_NAME), "names of others for settings that are gone"
 
 
 def test_docstrings_name_no_field_that_is_gone():

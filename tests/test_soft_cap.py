@@ -16,8 +16,7 @@ from distill.models.head import decoder_of
 from distill.models.loading import load_student, load_teacher
 from distill.models.patch.adoption import AutoFusedModelForCausalLM
 from distill.models.patch.attention import keep_soft_cap, stop_fused_attention, use_fused_attention, with_soft_cap
-from distill.recipe import Student, Teacher
-from distill.recipe.models import FromTeacher
+from distill.recipe import FromTeacher, LocalTeacherConfig, Student
 from distill.teachers.backends import sharded
 from distill.training.trainer import DistillationTrainer
 
@@ -82,7 +81,7 @@ def test_a_model_without_a_cap_keeps_its_attention(more):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loaded_models_apply_it(kind, tmp_path):
     folder = save_tiny(tmp_path / "model", capped(kind))
-    teacher = load_teacher(Teacher(model=str(folder)))
+    teacher = load_teacher(LocalTeacherConfig(model=str(folder)))
     assert_capped(logits(teacher), kind)
     assert_capped(logits(load_student(Student(model=str(folder))).eval()), kind)
     cut = load_student(Student(from_teacher=FromTeacher(keep=[0, 1])), teacher=teacher).eval()
@@ -95,7 +94,7 @@ def test_loaded_models_apply_it(kind, tmp_path):
 def test_random_models_apply_it(in_shards, tmp_path, hardware):
     config = tiny_config("gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=1, initializer_range=0.15)
     config.to_json_file(tmp_path / "config.json")
-    section, looked_at = Teacher(init="random", config=str(tmp_path)), []
+    section, looked_at = LocalTeacherConfig(init="random", config=str(tmp_path)), []
     if in_shards:
         hardware.setattr(sharded, "shard_teacher", lambda model: None)  # one process holds all of it
         teacher, _ = sharded.load_sharded_teacher(
@@ -109,11 +108,14 @@ def test_random_models_apply_it(in_shards, tmp_path, hardware):
     assert torch.equal(found, logits(teacher))
 
 
-@pytest.mark.parametrize("section", [Teacher, Student])
-def test_pytorchs_attention_requested_by_name_is_refused(section, tmp_path):
+@pytest.mark.parametrize(
+    ("load", "section", "field"),
+    [(load_teacher, LocalTeacherConfig, "teacher"), (load_student, Student, "student")],
+    ids=["teacher", "student"],
+)
+def test_pytorchs_attention_requested_by_name_is_refused(load, section, field, tmp_path):
     folder = save_tiny(tmp_path / "model", capped())
-    load = load_teacher if section is Teacher else load_student
-    with pytest.raises(ValueError, match=rf"{section.__name__.lower()}\..*(sdpa|scaled_dot_product_attention)"):
+    with pytest.raises(ValueError, match=rf"{field}\..*(sdpa|scaled_dot_product_attention)"):
         load(section(model=str(folder), attention="sdpa"))
     with pytest.raises(ValueError, match="my_field: sdpa drops the soft cap"):
         keep_soft_cap(capped(), "sdpa", "my_field")

@@ -17,7 +17,7 @@ from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_r
 from distill.core import console, launch, ranks
 from distill.core.folders import check_folder
 from distill.core.units import plural
-from distill.recipe import Recipe
+from distill.recipe import Recipe, StoredTeacherConfig
 
 CACHES = Path("caches")
 
@@ -62,7 +62,8 @@ def cache(
     from distill.teachers.backends.stored.settings import Settings, default_tail
 
     _, resolved = load_recipe(recipe, overrides)
-    stored = resolved.teacher.path
+    teacher = resolved.teacher
+    stored = teacher.path if isinstance(teacher, StoredTeacherConfig) else None
     folder = out or (CACHES / resolved.name if stored is None else Path(stored).expanduser())
     check_folder(folder, "--out" if out else "teacher")
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()

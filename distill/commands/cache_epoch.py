@@ -87,8 +87,8 @@ def recipe_to_store(recipe: Recipe) -> Recipe:
     """
     require_command(recipe, "cache")
     section = recipe.teacher if recipe.teacher.urls else section_to_load(recipe)
-    plain = {"online_cache": None} if section.urls else {"online_cache": None, "top_k": None}
-    return recipe.model_copy(update={"teacher": section.model_copy(update=plain)})
+    plain = section.without("online_cache") if section.urls else section.without("online_cache", "top_k")
+    return recipe.model_copy(update={"teacher": plain})
 
 
 def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:

@@ -11,7 +11,7 @@ from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_r
 from distill.core import console
 from distill.core.folders import RECIPE_FILE
 from distill.core.units import GIB, plural
-from distill.recipe import load
+from distill.recipe import LoadedTeacherConfig, load
 from distill.recipe.compatibility import require_command
 
 if TYPE_CHECKING:
@@ -339,6 +339,9 @@ def bench(
     distill bench my.yaml --steps 20 --json
     """
     _, resolved = load_recipe(recipe, overrides)
+    require_command(resolved, "bench")
+    section = resolved.teacher
+    assert isinstance(section, LoadedTeacherConfig)
     import torch
 
     from distill.commands.bench import bench_step, make_batch
@@ -348,7 +351,7 @@ def bench(
     from distill.models.loading import load_student, load_teacher
 
     def models() -> tuple[Any, Any]:
-        teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)
+        teacher = load_teacher(section, device="cuda", dtype=torch.bfloat16)
         return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
 
     with console.spinner("timing"):

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from distill import __version__
 from distill.core.errors import Section, did_you_mean
 from distill.recipe import Recipe
-from distill.recipe.aliases import ALIASES, OTHER_TOOLS
+from distill.recipe.aliases import names_elsewhere, other_tools
 from distill.recipe.fields import Usual
 from distill.recipe.renamed import RENAMED
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
@@ -52,16 +52,18 @@ class Setting(NamedTuple):
 def settings() -> list[Setting]:
     """Return every field of the recipe, in the order of the file."""
     schema = json_schema()
+    elsewhere = names_elsewhere()
     found: dict[str, Setting] = {}
     for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
         kind = _type(node)
         other = found.get(name)
         default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
         default = default if isinstance(default, str) else json.dumps(default)
-        if other is not None:  # a field of several types of term
+        if other is not None:  # a field of several types of teacher or term
             kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
+            default = other.default if default == "required" else default
         meaning = other.meaning if other is not None and other.meaning else node["description"]
-        found[name] = Setting(name, kind, default, meaning, node["x-since"], OTHER_TOOLS.get(name, {}))
+        found[name] = Setting(name, kind, default, meaning, node["x-since"], elsewhere.get(name, {}))
     return list(found.values())
 
 
@@ -75,19 +77,20 @@ def find_settings(name: str) -> list[Setting]:
     plain = RENAMED.get(plain, plain)
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
     last = {path: path.rpartition(".")[2] for path in paths}
+    aliases = other_tools().fields
     tests = (
         lambda path: path == plain or path.startswith(plain + "."),
         lambda path: path.endswith("." + plain),
         lambda path: path.startswith(plain),
         lambda path: any(plain in re.findall(r"[\w.]+", text) for text in paths[path].elsewhere.values()),
-        lambda path: plain in ALIASES and path == ALIASES[plain].field,
+        lambda path: plain in aliases and path == aliases[plain].field,
         lambda path: plain in last[path],
     )
     for test in tests if plain else ():
         matches = [setting for path, setting in paths.items() if test(path)]
         if matches:
             return matches
-    alias = ALIASES.get(plain)
+    alias = aliases.get(plain)
     if alias is not None and not alias.field:
         raise ValueError(f"{name}: {alias.cure}")
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))

@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NamedTuple, Union, get_args, get_origin
@@ -133,6 +133,12 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
+class Missing(NamedTuple):
+    """Annotation of a required field: what it is, for the message of its absence."""
+
+    what: str
+
+
 class Alias(NamedTuple):
     """Our field for a field name of another tool.
 
@@ -161,17 +167,21 @@ class Names(NamedTuple):
     patterns: Mapping[str, str]
 
 
-def explain(error: ValidationError, model: type[BaseModel], names: Names) -> list[str]:
-    """Return one line for each error that pydantic found in data for `model`."""
+ReadNames = Callable[[], Names]
+
+
+def explain(error: ValidationError, model: type[BaseModel], names: ReadNames) -> list[str]:
+    """Return one line for each error that pydantic found in data for `model`; `names` is called where it is needed."""
     lines = [_line(fault, model, names) for fault in error.errors(include_url=False)]
     return list(dict.fromkeys(lines))
 
 
-def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: Names) -> str:
+def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: ReadNames) -> str:
     """Return a suggestion for the unknown field at `path`; `section` lists the fields known there."""
     parents = [part for part in path[:-1] if not part.isdigit()]
     name = path[-1].strip().lower().replace("-", "_")
-    alias = names.fields.get(".".join([*parents, name])) or names.fields.get(name)
+    fields = names().fields
+    alias = fields.get(".".join([*parents, name])) or fields.get(name)
     if alias:
         field = alias.field
         last = alias.field.rpartition(".")[2]
@@ -180,7 +190,7 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
         return " ".join(filter(None, [_meant(field, name) if field else "", alias.cure]))
     near = did_you_mean(name, section)
     everywhere = _paths(model)
-    same = [path for path in everywhere if path.rpartition(".")[2] == name]
+    same = dict.fromkeys(path for path in everywhere if path.rpartition(".")[2] == name)
     if near.startswith("known") and same:
         return _meant(" or ".join(same), name)
     return near
@@ -202,17 +212,24 @@ def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     return paths
 
 
-def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
-    path, section = _locate(fault["loc"], model)
+def _line(fault: ErrorDetails, model: type[BaseModel], names: ReadNames) -> str:
+    place = _locate(fault["loc"], model)
+    path = place.path
     where = ".".join(path)
     came = fault["input"]
     kind = fault["type"]
     context = fault.get("ctx", {})
     head = f"{where}: " if where else ""
     if kind == "extra_forbidden":
-        return f"{head}unknown field; {_unknown(path, section, model, names)}"
+        if place.types_with_field:
+            *others, last = place.types_with_field
+            types = f"{', '.join(others)} or {last}" if others else last
+            return f"{head}belongs to type: {types}; got type: {place.tag}"
+        return f"{head}unknown field; {_unknown(path, place.fields, model, names)}"
     if kind == "missing":
-        return f"{head}required field is missing"
+        found = [section.model_fields[path[-1]] for section in place.sections]
+        marks = [mark for field in found for mark in field.metadata if isinstance(mark, Missing)]
+        return f"{where} is missing: {marks[0].what}" if marks else f"{head}required field is missing"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         tags = _literals(model, [*path, "type"])
         tag = context.get("tag")
@@ -232,7 +249,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
         return head + expected_got(f"a number {BOUNDS[kind]} {limit:g}", came)
     if kind == "string_pattern_mismatch":
-        return head + expected_got(names.patterns[context["pattern"]], came)
+        return head + expected_got(names().patterns[context["pattern"]], came)
     if kind == "too_short":
         return head + expected_got(f"a list of at least {context['min_length']}", came)
     if kind in EXPECTED:
@@ -243,7 +260,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
             return (
                 f"{head}{expected_got(EXPECTED[kind], came)}; YAML needs a space after the colon: {pair[1]}: {pair[2]}"
             )
-        short = names.short.get(section_path)
+        short = names().short.get(section_path)
         if short is None or not EXPECTED[kind].startswith(("a section", "a list")):
             return error
         value = came if isinstance(came, str | int | float) and not isinstance(came, bool) else short[1]
@@ -251,8 +268,8 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     return f"{head}{fault['msg']}, got {quote(came)}"
 
 
-def _value_meant(field: str, value: object, options: list[str], names: Names) -> str:
-    ours = names.values.get(field, {}).get(str(value).strip().lower().replace(" ", "_"), "")
+def _value_meant(field: str, value: object, options: list[str], names: ReadNames) -> str:
+    ours = names().values.get(field, {}).get(str(value).strip().lower().replace(" ", "_"), "")
     return f"did you mean {ours}?" if ours.split(" ")[0] in options else did_you_mean(value, options)
 
 
@@ -283,26 +300,58 @@ def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
         found.model_fields[path[-1]] for found in _sections_at(model, path[:-1]) if path[-1] in found.model_fields
     ]
     values = [value for field in fields for part in _annotation_parts(field.annotation) for value in get_args(part)]
-    return [value if isinstance(value, str) else quote(value) for value in values]
+    return list(dict.fromkeys(value if isinstance(value, str) else quote(value) for value in values))
 
 
-def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """Return the path as the user wrote it, and the fields known where it ends.
+class _Place(NamedTuple):
+    """Where a fault is.
 
-    pydantic adds parts of its own (the member of a union, `[key]`), neither an index nor a field: they are dropped.
+    Attributes:
+        path: the path as the user wrote it.
+        sections: the section that it ends in; all members of a union whose `type` is not known.
+        tag: the `type` of that section; empty where it is no member of a union.
+        union: the members of that union.
     """
-    path: list[str] = []
-    sections: list[type[BaseModel]] = [model]
+
+    path: list[str]
+    sections: list[type[BaseModel]]
+    tag: str
+    union: list[type[BaseModel]]
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields known there."""
+        return list(dict.fromkeys(name for section in self.sections for name in section.model_fields))
+
+    @property
+    def types_with_field(self) -> list[str]:
+        """The types of the union whose sections have the field that the path ends in."""
+        having = [section for section in self.union if self.path[-1] in section.model_fields]
+        return [name for section in having for name in _types(section)]
+
+
+def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Place:
+    """Return the place of a fault in data for `model`.
+
+    pydantic adds parts of its own (the `type` of a union's member, `[key]`), neither an index nor a field.
+    """
+    place = _Place([], [model], "", [])
     for position, part in enumerate(loc):
-        fields = {name: field for section in sections for name, field in section.model_fields.items()}
-        tags = {t for s in sections if "type" in s.model_fields for t in get_args(s.model_fields["type"].annotation)}
+        fields = {name: field for section in place.sections for name, field in section.model_fields.items()}
         if isinstance(part, int):
-            path.append(str(part))
+            place.path.append(str(part))
+        elif len(place.sections) > 1 and any(part in _types(section) for section in place.sections):
+            # first of all, since a type may have the name of a field: a teacher of type `model` has a `model`
+            members = [section for section in place.sections if part in _types(section)]
+            place = _Place(place.path, members, part, place.sections)
         elif part in fields and position < len(loc) - 1:
-            path.append(part)
-            sections = _sections(fields[part].annotation)
-        elif part in tags and part not in fields:
-            sections = [s for s in sections if part in get_args(s.model_fields["type"].annotation)]
-        elif position == len(loc) - 1 or not sections:
-            path.append(str(part))
-    return path, list(dict.fromkeys(name for section in sections for name in section.model_fields))
+            place = _Place([*place.path, part], _sections(fields[part].annotation), "", [])
+        elif position == len(loc) - 1 or not place.sections:
+            place.path.append(part)
+    return place
+
+
+def _types(section: type[BaseModel]) -> tuple[str, ...]:
+    """Return the values of `type` that select a member of a union; none for any other section."""
+    field = section.model_fields.get("type")
+    return () if field is None else get_args(field.annotation)

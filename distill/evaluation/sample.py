@@ -298,7 +298,7 @@ def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
     device = resolve_device(recipe.train)
     dtype = resolve_precision(recipe, device).compute
     if in_shards:
-        return load_sharded_teacher(recipe.teacher, device=device, dtype=dtype)[0]
+        return load_sharded_teacher(maker_section(recipe), device=device, dtype=dtype)[0]
     needs_teacher = who == "teacher" or recipe.student.is_cut
     teacher = load_teacher(maker_section(recipe), device=device, dtype=dtype) if needs_teacher else None
     model: Any = teacher

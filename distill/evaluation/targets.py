@@ -15,7 +15,16 @@ from distill.data.sources import open_source
 from distill.models.adapters import base_of, load_and_merge
 from distill.models.loading import load_student, load_teacher, load_tokenizer
 from distill.objectives.measure import KL, Measure
-from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
+from distill.recipe import (
+    Data,
+    LoadedTeacherConfig,
+    LocalTeacherConfig,
+    ModelSection,
+    Recipe,
+    Student,
+    Validation,
+    load,
+)
 from distill.recipe.compatibility import require_command
 from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.backends.stored.maker import section_to_load
@@ -85,20 +94,20 @@ def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype |
     return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
 
 
-def teacher_section(target: Target, teacher: str | None, command: str = "eval") -> Teacher:
+def teacher_section(target: Target, teacher: str | None, command: str = "eval") -> LoadedTeacherConfig:
     """Return the section of the named teacher, else of the recipe's teacher, for a command of `COMMANDS`.
 
     Raises:
         ValueError: There is neither, or the run's teacher is not a single model that can be loaded.
     """
     if teacher is not None:
-        return Teacher(model=teacher)
+        return LocalTeacherConfig(model=teacher)
     if target.recipe is None:
         raise ValueError(
             f"--teacher: required for a model; only a run has a teacher, and {target.student.model} is not a run"
         )
     require_command(target.recipe, command)
-    if target.recipe.teacher.is_loaded:
+    if isinstance(target.recipe.teacher, LoadedTeacherConfig):
         return target.recipe.teacher
     try:
         return section_to_load(target.recipe)

@@ -14,7 +14,7 @@ from distill.models.head import bare
 from distill.models.layers import find_layers
 from distill.models.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patch.corrections import correct_forward
-from distill.recipe import Teacher
+from distill.recipe import LoadedTeacherConfig
 
 HEAD = "lm_head"
 
@@ -94,7 +94,7 @@ def in_fp8(model: nn.Module, part: Part) -> Iterator[None]:
             model.set_submodule(name, linear)
 
 
-def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: torch.dtype) -> Any:
+def load_a_layer_at_a_time(section: LoadedTeacherConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
     """An fp8 teacher that in `dtype` would not fit the device: read into host memory, quantised layer by layer.
 
     The device never holds more than the quantised layers and one that is not yet. What fp8 costs is not measured then,

@@ -58,7 +58,7 @@ from distill.models.quantised_checkpoints import (
     int8_arguments,
     quantised_by_transformers,
 )
-from distill.recipe import FromTeacher, Lora, ModelSection, Student, Teacher
+from distill.recipe import FromTeacher, LoadedTeacherConfig, Lora, ModelSection, Student
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
 
@@ -119,7 +119,7 @@ def _folder_of(source: ModelSource, section: ModelSection) -> Path:
 
 
 def load_teacher(
-    section: Teacher, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    section: LoadedTeacherConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """The teacher on `device`: eval mode, no gradients, its adapter merged.
 

@@ -10,6 +10,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_rep
 
 from distill.core.units import plural
 from distill.recipe.library_names import optimizer_problem
+from distill.recipe.train import micro_batch_tokens
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
@@ -19,12 +20,6 @@ FUSED = "fused_adamw"
 # below these a run's figures are mostly chance
 MIN_STEPS = 20
 MIN_HELD_OUT_TOKENS = 2_000
-# flags of transformers with which a run goes wrong, and why
-UNFIT_ARGUMENTS = {
-    "accelerator_config.split_batches": "train.batch_size is the batch of each process, not of all",
-    "enable_jit_checkpoint": "it takes SIGTERM from the run, which writes a checkpoint then and stops",
-    "use_liger_kernel": "it replaces the forward that computes this loss",
-}
 
 
 def accumulation_steps(train: Train, data: Data, world: int) -> int:
@@ -33,7 +28,7 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     Raises:
         ValueError: where that is no whole number, naming the nearest values that are.
     """
-    micro = train.batch_size * data.max_length * world
+    micro = micro_batch_tokens(train, data, world)
     if train.tokens_per_step is None:
         return 1
     steps, rest = divmod(train.tokens_per_step, micro)
@@ -134,18 +129,7 @@ def report_to_problem(names: Sequence[str]) -> str | None:
 
 
 def require_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for unknown `train.arguments` and values of a wrong type, which transformers does not check."""
-    unknown = sorted(set(given) - set(TrainingArguments.__dataclass_fields__))
-    if unknown:
-        raise ValueError(
-            f"train.arguments.{unknown[0]}: expected an argument of transformers.TrainingArguments, which has none of "
-            "this name"
-        )
-    for name, why in UNFIT_ARGUMENTS.items():
-        section, _, key = name.rpartition(".")
-        found = given.get(section) if section else given
-        if isinstance(found, Mapping) and found.get(key):
-            raise ValueError(f"train.arguments.{name}: expected false, since {why}; leave it out")
+    """Raise ValueError for `train.arguments` of a wrong type, which transformers does not check."""
     for name, value in given.items():
         field = TrainingArguments.__dataclass_fields__[name]
         kind = float if "float" in str(field.type) and field.default is not None else type(field.default)

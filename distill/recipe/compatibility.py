@@ -16,13 +16,12 @@ from typing import NamedTuple
 
 from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE
-from distill.recipe.models import Teacher
+from distill.recipe.teacher_config import LoadedTeacherConfig, StudentTeacherConfig, TeacherConfig
 from distill.recipe.teachers import (
     Sections,
     first_teacher,
     mixed_teachers,
     teacher_prompt,
-    top_k_setting,
     written_teachers,
 )
 from distill.recipe.value_conflicts import value_conflicts
@@ -42,7 +41,9 @@ class Property(NamedTuple):
     cure: str
 
 
-def _instead(holds: Callable[[Teacher], bool], text: Callable[[Teacher], str]) -> Callable[[Sections], str | None]:
+def _instead(
+    holds: Callable[[TeacherConfig], bool], text: Callable[[TeacherConfig], str]
+) -> Callable[[Sections], str | None]:
     """Return a `missing` that names the first teacher that meets a condition."""
 
     def missing(recipe: Sections) -> str | None:
@@ -70,17 +71,14 @@ def _without_layers(recipe: Sections) -> str | None:
     if recipe.parallel.teacher == "served":
         return "parallel.teacher: served"
     found = first_teacher(
-        recipe,
-        lambda each: not each.is_loaded or bool(each.backend) or each.online_cache is not None or bool(each.top_k),
+        recipe, lambda teacher: not teacher.is_loaded or teacher.store is not None or bool(teacher.top_k_setting)
     )
     if found is None:
         return None
     field, teacher = found
-    if teacher.top_k is not None:
-        return f"{field}.top_k: {teacher.top_k}"
     if not teacher.is_loaded:
         return f"{field}.type: {teacher.type}"
-    return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.online_cache: {teacher.online_cache}"
+    return f"{field}.{teacher.top_k_setting}" if teacher.store is None else f"{field}.online_cache: {teacher.store}"
 
 
 def _other_prompts(recipe: Sections) -> str | None:
@@ -134,26 +132,26 @@ PROPERTIES: dict[str, Property] = {
     ),
     "frozen weights": Property(
         "a teacher that stays as it is",
-        _instead(lambda teacher: teacher.ema is not None, lambda _: "ema"),
+        _instead(lambda teacher: teacher.ema_decay is not None, lambda _: "ema"),
         "leave teacher.ema out",
     ),
     "new rows": Property(
         "a teacher that computes outputs for rows it has not seen",
         _instead(
-            lambda teacher: teacher.is_cached or teacher.online_cache is not None,
-            lambda teacher: "type: cache" if teacher.is_cached else f"online_cache: {teacher.online_cache}",
+            lambda teacher: teacher.is_cached or teacher.store is not None,
+            lambda teacher: "type: cache" if teacher.store is None else f"online_cache: {teacher.store}",
         ),
         "set teacher.type to model or server, without teacher.online_cache",
     ),
     "hidden states": Property(
         "the whole distribution of a teacher, from its hidden states",
-        _instead(lambda teacher: bool(top_k_setting(teacher)), top_k_setting),
+        _instead(lambda teacher: bool(teacher.top_k_setting), lambda teacher: teacher.top_k_setting),
         "leave top_k out (and online_cache_format: top_k), or cache with --hidden",
     ),
     "hidden states to mix": Property(
         "the whole distribution of each teacher of a mixture, from its hidden states",
         lambda recipe: next(
-            (f"{field}.{top_k_setting(own)}" for field, own in mixed_teachers(recipe) if top_k_setting(own)), None
+            (f"{field}.{own.top_k_setting}" for field, own in mixed_teachers(recipe) if own.top_k_setting), None
         ),
         "leave top_k out (and online_cache_format: top_k), or give the teacher a route of its own",
     ),
@@ -348,7 +346,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         "teacher.online_cache",
-        lambda recipe: any(teacher.online_cache is not None for teacher in written_teachers(recipe)),
+        lambda recipe: any(teacher.store is not None for teacher in written_teachers(recipe)),
         ("frozen weights",),
     ),
     Requirement(
@@ -359,12 +357,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("teachers of one route", lambda recipe: bool(mixed_teachers(recipe)), ("hidden states to mix",)),
     Requirement(
         "teacher.type: student",
-        lambda recipe: any(teacher.type == "student" for teacher in written_teachers(recipe)),
+        lambda recipe: any(isinstance(teacher, StudentTeacherConfig) for teacher in written_teachers(recipe)),
         ("student's checkpoint", "prompt of its own"),
     ),
     Requirement(
         "teacher.ema",
-        lambda recipe: any(teacher.ema is not None for teacher in written_teachers(recipe)),
+        lambda recipe: any(teacher.ema_decay is not None for teacher in written_teachers(recipe)),
         ("all weights trained", "student of its checkpoint's shape", "whole student", "whole teacher"),
     ),
     Requirement(
@@ -418,12 +416,16 @@ APART: tuple[Apart, ...] = (
     ),
     Apart(
         "teacher.offload",
-        lambda recipe: recipe.teacher.offload is not None and recipe.parallel.teacher == "sharded",
+        lambda recipe: (
+            isinstance(recipe.teacher, LoadedTeacherConfig)
+            and recipe.teacher.offload is not None
+            and recipe.parallel.teacher == "sharded"
+        ),
         "cpu and parallel.teacher: sharded are two ways of holding the same weights; give one",
     ),
     Apart(
         "teachers",
-        lambda recipe: sum(teacher.ema is not None for teacher in recipe.teachers) > 1,
+        lambda recipe: sum(teacher.ema_decay is not None for teacher in recipe.teachers) > 1,
         "there is one student to follow; expected one running average (ema) at most",
     ),
 )
@@ -435,6 +437,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "sample --from teacher": ("one teacher for all rows", "weights", "student's messages"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
     "eval": ("one teacher", "student's prompts"),
+    "bench": ("weights",),
     "generate": ("one teacher", "student's messages"),
 }
 

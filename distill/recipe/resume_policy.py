@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from distill.recipe.schema import Recipe
+from distill.recipe.train import micro_batch_tokens
 
 STEP = ("train.batch_size", "train.tokens_per_step")  # as long as the step has the same rows
 FREE = (
@@ -44,7 +45,7 @@ def is_free(name: str) -> bool:
 
 def tokens_of_step(recipe: Recipe, processes: int) -> int:
     """Return the tokens of an optimizer step over all processes, padding included."""
-    return recipe.train.tokens_per_step or recipe.train.batch_size * recipe.data.max_length * processes
+    return recipe.train.tokens_per_step or micro_batch_tokens(recipe.train, recipe.data, processes)
 
 
 def rows_of_step(recipe: Recipe, processes: int) -> int:

@@ -23,15 +23,23 @@ from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import RecipeError, Section, explain
 from distill.core.folders import STAGES
-from distill.recipe.aliases import NAMES
+from distill.recipe.aliases import other_tools
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part
 from distill.recipe.fields import NAME, Text
 from distill.recipe.loss import Loss
-from distill.recipe.models import Student, Teacher, WeightedTeacher
+from distill.recipe.models import Student
 from distill.recipe.renamed import rename_overrides, rename_settings
 from distill.recipe.stages import Export, Stage
-from distill.recipe.train import Parallel, Train
+from distill.recipe.teacher_config import (
+    TEACHER,
+    WEIGHTED_TEACHER,
+    AnyTeacher,
+    AnyWeightedTeacher,
+    LocalTeacherConfig,
+    every_field,
+)
+from distill.recipe.train import Parallel, Train, micro_batch_tokens
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
 PROMPTS = (
@@ -75,8 +83,8 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=NAME)]
     output_dir: Text = "runs"
-    teacher: Teacher
-    teachers: list[WeightedTeacher] = Field(default_factory=list)
+    teacher: AnyTeacher
+    teachers: list[AnyWeightedTeacher] = Field(default_factory=list)
     student: Student
     data: Data
     loss: Loss = Loss()
@@ -99,12 +107,16 @@ class Recipe(Section):
         """Set `teacher` to the first of `teachers` where those are given."""
         if not isinstance(tree, dict) or not (given := tree.get("teachers")):
             return tree
-        first = Teacher(model="unknown")  # a fault is reported under teachers
+        first: AnyTeacher = LocalTeacherConfig(model="unknown")  # a fault is reported under teachers
+        teacher = tree.get("teacher")
         if isinstance(given, list):
             with contextlib.suppress(ValidationError):
-                first = WeightedTeacher.model_validate(given[0]).alone()
-        if tree.get("teacher") not in (None, first, first.model_dump(mode="json")):
-            raise ValueError("teachers: expected teacher or teachers, got both (teacher= removes the first)")
+                first = WEIGHTED_TEACHER.validate_python(given[0]).alone()
+        if teacher is not None:
+            with contextlib.suppress(ValidationError):  # then it is another than the first
+                teacher = TEACHER.validate_python(teacher)
+            if teacher != first:
+                raise ValueError("teachers: expected teacher or teachers, got both (teacher= removes the first)")
         return {**tree, "teacher": first}
 
     @model_validator(mode="after")
@@ -141,7 +153,7 @@ class Recipe(Section):
             try:
                 self.of_stage(number, "the student of the stage before" if number else None)
             except ValidationError as error:
-                faults = "; ".join(explain(error, Recipe, NAMES))
+                faults = "; ".join(explain(error, Recipe, other_tools))
                 raise ValueError(f"stages.{number}: {faults}") from None
         return self
 
@@ -162,7 +174,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _a_step_holds_a_micro_batch(self) -> Self:
-        micro_batch = self.train.batch_size * self.data.max_length
+        micro_batch = micro_batch_tokens(self.train, self.data)
         if self.train.tokens_per_step is not None and self.train.tokens_per_step < micro_batch:
             raise ValueError(
                 f"train.tokens_per_step: expected at least one micro-batch, train.batch_size {self.train.batch_size} "
@@ -192,7 +204,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", ori
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, NAMES)]) from None
+        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, other_tools)]) from None
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -220,6 +232,11 @@ def dump(recipe: Recipe) -> str:
 
 def _tree(recipe: Recipe) -> dict[str, object]:
     tree = recipe.model_dump(mode="json")
-    del tree["teacher" if recipe.teachers else "teachers"]  # derived from the other when it is read
+    if recipe.teachers:  # each of the two is derived from the other when it is read
+        del tree["teacher"]
+        tree["teachers"] = [every_field(teacher) for teacher in tree["teachers"]]
+    else:
+        del tree["teachers"]
+        tree["teacher"] = every_field(tree["teacher"])
     del tree["data"]["source" if recipe.data.sources else "sources"]
     return tree

@@ -9,8 +9,9 @@ from pydantic import JsonValue
 
 from distill.recipe.data import Data
 from distill.recipe.loss import Loss
-from distill.recipe.models import Context, Student, Teacher, WeightedTeacher
+from distill.recipe.models import Student
 from distill.recipe.stages import Export, Stage
+from distill.recipe.teacher_config import AnyTeacher, AnyWeightedTeacher, Context, TeacherConfig
 from distill.recipe.train import Parallel, Train
 
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that identify the model
@@ -19,8 +20,8 @@ CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fie
 class Sections(Protocol):
     """The sections of a recipe that define its teacher and the settings that depend on it."""
 
-    teacher: Teacher
-    teachers: list[WeightedTeacher]
+    teacher: AnyTeacher
+    teachers: list[AnyWeightedTeacher]
     student: Student
     data: Data
     loss: Loss
@@ -39,7 +40,7 @@ class TeacherDescription(NamedTuple):
         routes: route of each member; empty without routes.
     """
 
-    members: dict[str, Teacher]
+    members: dict[str, TeacherConfig]
     weights: tuple[float, ...] = (1.0,)
     routes: tuple[str, ...] = ()
 
@@ -58,20 +59,20 @@ class TeacherPrompt(NamedTuple):
     rendered_alike: bool
 
 
-def teacher_kwargs(data: Data, teacher: Teacher) -> dict[str, JsonValue]:
+def teacher_kwargs(data: Data, teacher: TeacherConfig) -> dict[str, JsonValue]:
     """Return the variables of the chat template in a teacher's prompts."""
     own = teacher.chat_template_kwargs
     return data.chat_template_kwargs if own is None else own
 
 
-def teacher_prompt(data: Data, teacher: Teacher) -> TeacherPrompt | None:
+def teacher_prompt(data: Data, teacher: TeacherConfig) -> TeacherPrompt | None:
     """Return the prompts of a teacher; None where it reads the student's."""
     kwargs = teacher_kwargs(data, teacher)
     alike = kwargs == data.chat_template_kwargs
     return None if teacher.context is None and alike else TeacherPrompt(teacher.context, kwargs, alike)
 
 
-def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
+def loaded_section(recipe: Sections, teacher: TeacherConfig | None = None) -> TeacherConfig:
     """Return the section of the model to load as a teacher (by default the only one)."""
     teacher = teacher or recipe.teacher
     if teacher.type != "student":
@@ -79,17 +80,18 @@ def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
     return teacher.model_copy(update={name: getattr(recipe.student, name) for name in CHECKPOINT})
 
 
-def teacher_sections(recipe: Sections) -> dict[str, Teacher]:
+def teacher_sections(recipe: Sections) -> dict[str, TeacherConfig]:
     """Return the recipe's teachers as they are written, by the recipe's field of each."""
-    several: dict[str, Teacher] = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
-    return several or {"teacher": recipe.teacher}
+    if not recipe.teachers:
+        return {"teacher": recipe.teacher}
+    return {f"teachers.{index}": teacher for index, teacher in enumerate(recipe.teachers)}
 
 
 def describe_teacher(recipe: Sections) -> TeacherDescription:
     """Return the teachers of a recipe."""
     if not recipe.teachers:
         return TeacherDescription({"teacher": loaded_section(recipe)})
-    sections: list[WeightedTeacher] = recipe.teachers
+    sections = recipe.teachers
     routes = tuple(section.route or "" for section in sections)
     totals = {route: sum(s.weight for s in sections if (s.route or "") == route) for route in routes}
     members = {f"teachers.{number}": loaded_section(recipe, section.alone()) for number, section in enumerate(sections)}
@@ -101,16 +103,16 @@ def reads_student_rows(recipe: Sections) -> bool:
     """Return whether a single loaded model is the teacher, reads the student's rows and has no store."""
     teacher = recipe.teacher
     own_prompt = teacher_prompt(recipe.data, teacher) is not None
-    plain = teacher.is_loaded and not own_prompt and teacher.online_cache is None
+    plain = teacher.is_loaded and not own_prompt and teacher.store is None
     return plain and not recipe.teachers and recipe.student.vocabulary != "cross"
 
 
-def written_teachers(recipe: Sections) -> Sequence[Teacher]:
+def written_teachers(recipe: Sections) -> Sequence[TeacherConfig]:
     """Return the sections of all teachers as they are written."""
     return recipe.teachers or [recipe.teacher]
 
 
-def first_teacher(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[str, Teacher] | None:
+def first_teacher(recipe: Sections, holds: Callable[[TeacherConfig], bool]) -> tuple[str, TeacherConfig] | None:
     """Return the field and the section of the first teacher that meets a condition."""
     for number, teacher in enumerate(written_teachers(recipe)):
         if holds(teacher):
@@ -118,14 +120,7 @@ def first_teacher(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[s
     return None
 
 
-def top_k_setting(teacher: Teacher) -> str:
-    """Return the setting by which a teacher gives K tokens of each distribution; empty where it gives all."""
-    if teacher.online_cache_format == "top_k":
-        return "online_cache_format: top_k"
-    return "" if teacher.top_k is None else f"top_k: {teacher.top_k}"
-
-
-def mixed_teachers(recipe: Sections) -> list[tuple[str, Teacher]]:
+def mixed_teachers(recipe: Sections) -> list[tuple[str, TeacherConfig]]:
     """Return field and section of the teachers that share a route with another one."""
     routes = [teacher.route for teacher in recipe.teachers]
     several = [n for n, route in enumerate(routes) if routes.count(route) > 1]

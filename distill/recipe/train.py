@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from distill.core.errors import Section
+from distill.recipe.data import Data
 from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
 from distill.recipe.library_names import argument_names, optimizer_names, unknown_name
 
@@ -15,6 +16,7 @@ OWNED_ARGUMENTS = {
     "max_steps": "train.steps",
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.batch_size",
+    "per_device_eval_batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.tokens_per_step",
     "learning_rate": "train.learning_rate",
     "lr_scheduler_type": "train.schedule",
@@ -28,14 +30,18 @@ OWNED_ARGUMENTS = {
     "bf16_full_eval": "train.precision",
     "fp16_full_eval": "train.precision",
     "gradient_checkpointing": "train.gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
     "activation_checkpointing": "train.gradient_checkpointing",
+    "activation_checkpointing_kwargs": "train.gradient_checkpointing",
     "torch_compile": "train.cuda_graph",
     "torch_compile_backend": "train.cuda_graph",
     "torch_compile_mode": "train.cuda_graph",
     "label_smoothing_factor": "loss.label_smoothing",
     "seed": "train.seed",
     "save_steps": "train.save_every",
+    "save_strategy": "train.save_every",
     "eval_steps": "train.eval_every",
+    "eval_strategy": "train.eval_every",
     "logging_steps": "train.log_every",
     "report_to": "train.report_to",
     "full_determinism": "train.deterministic",
@@ -47,6 +53,13 @@ OWNED_ARGUMENTS = {
     "parallelism_config": "parallel.strategy",
     "output_dir": "output_dir",
     "resume_from_checkpoint": "--resume",
+}
+# flags of TrainingArguments with which a run goes wrong, and why
+UNFIT_ARGUMENTS = {
+    "accelerator_config.split_batches": "train.batch_size is the batch of each process, not of all",
+    "enable_jit_checkpoint": "it takes SIGTERM from the run, which writes a checkpoint then and stops",
+    "ignore_data_skip": "a resumed run would train on the epoch's first rows again instead of the remaining ones",
+    "use_liger_kernel": "it replaces the forward that computes this loss",
 }
 
 
@@ -127,12 +140,30 @@ class Train(Section):
             raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; got {self.optimizer}")
         if self.optimizer != "fused_adamw" and (wrong := unknown_name(self.optimizer, optimizer_names())):
             raise ValueError(f"optimizer: expected fused_adamw or a name of transformers' optim argument, {wrong}")
-        for name in self.arguments:
-            if name not in OWNED_ARGUMENTS and (wrong := unknown_name(name, argument_names())):
-                raise ValueError(f"arguments.{name}: expected a field of transformers' TrainingArguments, {wrong}")
-            if name in OWNED_ARGUMENTS:
-                raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")
         return self
+
+    @model_validator(mode="after")
+    def _leaves_the_runs_own_arguments(self) -> Self:
+        owned = dict(OWNED_ARGUMENTS)
+        if self.schedule == "warmup_stable_decay":
+            owned["lr_scheduler_kwargs"] = "train.schedule"
+        for name in self.arguments:
+            if name in owned:
+                raise ValueError(f"arguments.{name} is set by {owned[name]}; set it there")
+            wrong = unknown_name(name, argument_names())
+            if wrong:
+                raise ValueError(f"arguments.{name}: expected a field of transformers' TrainingArguments, {wrong}")
+        for name, why in UNFIT_ARGUMENTS.items():
+            section, _, flag = name.rpartition(".")
+            given = self.arguments.get(section) if section else self.arguments
+            if isinstance(given, dict) and given.get(flag):
+                raise ValueError(f"arguments.{name}: expected false, since {why}; leave it out")
+        return self
+
+
+def micro_batch_tokens(train: Train, data: Data, processes: int = 1) -> int:
+    """Return the positions of one micro-batch over all processes, padding included."""
+    return train.batch_size * data.max_length * processes
 
 
 class Parallel(Section):

@@ -30,7 +30,7 @@ from distill.models.patch.packed import isolates_documents
 from distill.models.precision.host_copy import HostCopy, to_device
 from distill.objectives.row_packing import FP8, hidden_bytes, pack_hidden, pack_top_k, unpack_hidden
 from distill.objectives.top_k_encoding import Encoding, encode, log_probabilities
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import TeacherConfig
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.protocol import (
     DTYPES,
@@ -144,7 +144,7 @@ class Engine:
     def __init__(
         self,
         teacher: LoadedTeacher,
-        section: TeacherSection,
+        section: TeacherConfig,
         tokenizer: PreTrainedTokenizerBase,
         template: str | None,
         most_tokens: int,
@@ -173,7 +173,7 @@ class Engine:
             self.identity.notes["packing"] = "none: this model does not keep documents of one row apart"
 
     def _identity(
-        self, section: TeacherSection, tokenizer: PreTrainedTokenizerBase, template: str | None, most_tokens: int
+        self, section: TeacherConfig, tokenizer: PreTrainedTokenizerBase, template: str | None, most_tokens: int
     ) -> Identity:
         config = bare(self.model).config.get_text_config()  # type: ignore[operator,union-attr]
         rows, width = self.weights.weight.shape

@@ -41,8 +41,7 @@ from distill.teachers.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from distill.data.load import Splits
     from distill.objectives.hidden import StoredHead
-    from distill.recipe import Generate, ModelSection, Recipe
-    from distill.recipe import Teacher as TeacherSection
+    from distill.recipe import Generate, LoadedTeacherConfig, ModelSection, Recipe, TeacherConfig
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
 Prompt = str | list[dict[str, str]]
@@ -332,11 +331,11 @@ class TeacherPlan:
 
     shardable: bool = True
 
-    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+    def __init__(self, recipe: Recipe, section: TeacherConfig | None = None, field: str = "teacher") -> None:
         self.recipe = recipe
         self.section = section or recipe.teacher
         self.field = field
-        self.sections: Mapping[str, TeacherSection] = {}
+        self.sections: Mapping[str, LoadedTeacherConfig] = {}
 
     def parts(self) -> Sequence[InnerPlan]:
         """Return the plans directly inside this one, the first one first; none of a backend."""

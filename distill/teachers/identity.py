@@ -6,12 +6,12 @@ import hashlib
 from pathlib import Path
 
 from distill.models.load.source import resolve_model_source
-from distill.recipe import ModelSection, Teacher
+from distill.recipe import ModelSection, TeacherConfig
 
 WEIGHTS = ("*.safetensors", "config.json")
 
 
-def teacher_identity(section: Teacher) -> dict[str, object]:
+def teacher_identity(section: TeacherConfig) -> dict[str, object]:
     """Return name, revision and adapter of a teacher, and the hash of its files where they are on this machine."""
     named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
     if section.init == "random" or section.model is None:

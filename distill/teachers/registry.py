@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from distill.objectives.measure import Measure
-from distill.recipe import Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import PluginTeacherConfig, Recipe, ServedTeacherConfig, StoredTeacherConfig, TeacherConfig
 from distill.recipe.teachers import describe_teacher, teacher_prompt
 from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.launched import LaunchedPlan
@@ -28,8 +27,8 @@ from distill.teachers.rows.context.teacher import ContextPlan
 from distill.teachers.rows.retokenised.teacher import CrossPlan
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
-# takes a recipe with this teacher alone, the teacher's section and the field that holds it
-PlanMaker = Callable[[Recipe, TeacherSection, str], TeacherPlan]
+# takes a recipe with this teacher alone, the teacher's section (of the class that the plan is for) and its field
+PlanMaker = Callable[[Recipe, Any, str], TeacherPlan]
 # where stored outputs go: into the folders that the recipe names; nowhere; into a store for every teacher, whose folder
 # is set later
 Stores = Literal["as set", "unsaved", "everywhere"]
@@ -50,7 +49,7 @@ def source_of(recipe: Recipe, *, stores: Stores = "as set") -> TeacherPlan:
     return SeveralPlan(recipe, description, members)
 
 
-def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stores = "as set") -> TeacherPlan:
+def source_for(recipe: Recipe, section: TeacherConfig, field: str, stores: Stores = "as set") -> TeacherPlan:
     """Return one teacher of a recipe, before it is loaded.
 
     Args:
@@ -61,8 +60,8 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stor
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     plan = backend_maker(recipe, section, field)(alone, section, field)
-    is_stored = section.online_cache is not None or stores == "everywhere"
-    if is_stored or (section.is_loaded and section.top_k is not None):
+    is_stored = section.store is not None or stores == "everywhere"
+    if is_stored or (section.is_loaded and section.top_tokens is not None):
         plan = StoredPlan(alone, section, field, plan, writes=stores == "as set")
     prompt = teacher_prompt(recipe.data, section)
     if prompt is not None and recipe.student.vocabulary != "cross":  # the rows of another tokenizer have its template
@@ -72,19 +71,19 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str, stores: Stor
     return plan
 
 
-def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> PlanMaker:
+def backend_maker(recipe: Recipe, section: TeacherConfig, field: str) -> PlanMaker:
     """Return what makes the plan of a teacher's backend, one of this package or one that another registers.
 
     Raises:
         ValueError: no installed package registers it.
     """
-    if section.backend is not None:
+    if isinstance(section, PluginTeacherConfig):
         return registered_backend(section.backend, field)
-    if section.type == "cache":
+    if isinstance(section, StoredTeacherConfig):
         return StoredPlan
-    if section.type == "server":
+    if isinstance(section, ServedTeacherConfig):
         return ServerPlan
-    if section.ema is not None:
+    if section.ema_decay is not None:
         return AveragePlan
     return LaunchedPlan if recipe.parallel.teacher == "served" else LocalPlan
 

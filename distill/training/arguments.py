@@ -18,6 +18,8 @@ from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
+# fields of TrainingArguments with a value for every run, which `train.arguments` may replace
+DEFAULTS_OF_A_RUN = {"save_total_limit", "logging_first_step", "disable_tqdm", "dataloader_pin_memory"}
 # optimizers that fail with a traceback at their first step over FSDP2 shards (transformers 5.23, torch 2.13)
 NOT_IN_SHARDS = {
     "adagrad": "it creates its states before the student is sharded",
@@ -139,14 +141,8 @@ def training_arguments(
                 f"{FUSED}, adamw_torch, rmsprop or sgd, or parallel.strategy: ddp"
             )
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-    clash = sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"})
-    if clash:
-        raise ValueError(f"train.arguments.{clash[0]}: already set by a field of the recipe; remove it here")
-    if train.arguments.get("ignore_data_skip"):
-        raise ValueError(
-            "train.arguments.ignore_data_skip: a resumed run would train on the epoch's first rows again instead of "
-            "the remaining ones; remove it"
-        )
+    clash = set(values) & set(train.arguments) - DEFAULTS_OF_A_RUN
+    assert not clash, f"arguments that the recipe should have refused: {clash}"
     values |= train.arguments
     try:
         made = TrainingArguments(**values)

@@ -149,7 +149,7 @@ def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:
 
 def _fullest(recipe: Recipe, folder: Path) -> Path:
     """Return the place that a run writes to with the least free space, the run's folder in a tie."""
-    kept = [Path(own.online_cache).expanduser() for own in teacher_sections(recipe).values() if own.online_cache]
+    kept = [Path(own.store).expanduser() for own in teacher_sections(recipe).values() if own.store]
     return min((folder, *kept, cache_root(), Path(tempfile.gettempdir())), key=free_bytes)
 
 

@@ -39,7 +39,7 @@ from distill.models.layers import layers_to_keep
 from distill.models.loading import load_teacher, load_tokenizer
 from distill.models.patch.patching import patch
 from distill.models.prune.pruning import cut_layers
-from distill.recipe import Data, Teacher, Validation
+from distill.recipe import Data, LocalTeacherConfig, Validation
 from distill.recipe.loss import Loss
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.trainer import DistillationTrainer
@@ -112,7 +112,7 @@ def step_times(own: argparse.Namespace, cut: Any, teacher: Any, splits: Any, kep
 def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
     """Train and judge every arm with every seed; each row is appended to --out as it comes."""
     device = torch.device(own.device)
-    section = Teacher(model=MODEL)
+    section = LocalTeacherConfig(model=MODEL)
     cuda = device.type == "cuda"
     teacher = load_teacher(section, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     tokenizer = load_tokenizer(section)

@@ -66,11 +66,11 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from distill.models.prune.importance import select_parts
     from distill.models.prune.widths import widths_of
     from distill.models.prune_candidates import TeacherOutputs, candidates, parameters_share
-    from distill.recipe import Data, FromTeacher, Importance, Student, Teacher
+    from distill.recipe import Data, FromTeacher, Importance, LocalTeacherConfig, Student
     from distill.teachers.vocabulary import Vocabulary
 
     transformers.utils.logging.disable_progress_bar()
-    section = Teacher(model=arguments.model)
+    section = LocalTeacherConfig(model=arguments.model)
     data = Data(source=arguments.data, max_length=arguments.length, max_rows=arguments.max_rows, cache=False)
     importance = Importance(rows=arguments.rows, layer_rows=arguments.layer_rows)
 

@@ -23,7 +23,7 @@ from distill.models.quantised_checkpoints import is_quantised
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import LogitTransforms
 from distill.objectives.targets import Batch, VocabularyAlignment
-from distill.recipe.models import sort_parts
+from distill.recipe.teacher_config import sort_parts
 from distill.teachers.backends.local import LoadedTeacher
 
 

@@ -24,8 +24,7 @@ from distill.models.quantised_checkpoints import check_quantisation, method_of, 
 from distill.models.shape import USABLE
 from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets
-from distill.recipe import Generate, Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import Generate, LoadedTeacherConfig, Recipe
 from distill.teachers.backends.local_memory import loading_bytes, model_footprint, smaller_variants
 from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
@@ -97,7 +96,9 @@ class LocalPlan(TeacherPlan):
         field: Field of the recipe that holds the section.
     """
 
-    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+    section: LoadedTeacherConfig
+
+    def __init__(self, recipe: Recipe, section: LoadedTeacherConfig | None = None, field: str = "teacher") -> None:
         super().__init__(recipe, section, field)
         self.sections = {field: self.section}
         self.shardable = self.section.offload is None and self.section.dtype != "int8"

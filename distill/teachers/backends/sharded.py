@@ -28,13 +28,13 @@ from distill.models.patch.patching import patch
 from distill.models.patch.swaps import PatchReport
 from distill.models.prune.pruning import cut_config
 from distill.models.sharding import shard_teacher
-from distill.recipe import Teacher
+from distill.recipe import LoadedTeacherConfig
 
 log = logging.getLogger(__name__)
 
 
 def load_sharded_teacher(
-    section: Teacher,
+    section: LoadedTeacherConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,

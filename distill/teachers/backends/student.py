@@ -98,6 +98,7 @@ class AveragePlan(LocalPlan):
             raise ValueError(
                 f"{self.field}.ema: expected a replicated student, got a sharded one; set parallel.strategy: ddp"
             )
-        assert self.section.ema is not None
+        decay = self.section.ema_decay
+        assert decay is not None
         tokenizer = vocabulary.teacher_tokenizer
-        return AveragedTeacher(self.load(context), self.section.ema, field=self.field, tokenizer=tokenizer)
+        return AveragedTeacher(self.load(context), decay, field=self.field, tokenizer=tokenizer)

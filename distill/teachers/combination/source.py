@@ -18,7 +18,7 @@ from distill.models.flops import sum_flops
 from distill.models.load.vocabulary import compare
 from distill.models.loading import load_tokenizer
 from distill.objectives.measure import KL, Measure, together
-from distill.recipe import Data, ModelSection, Part, Recipe
+from distill.recipe import Data, LoadedTeacherConfig, ModelSection, Part, Recipe
 from distill.recipe.teachers import TeacherDescription, teacher_prompt
 from distill.teachers.base import InnerPlan, Teacher, TeacherPlan, of_member
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -59,7 +59,9 @@ class SeveralPlan(TeacherPlan):
         self.weights = description.weights
         self.given = list(members)
         self.all_sections = description.members
-        self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
+        self.sections = {
+            field: section for field, section in description.members.items() if isinstance(section, LoadedTeacherConfig)
+        }
         self.is_routed = bool(description.routes)
         routes = description.routes or ("",) * len(self.given)
         self.groups = {route: [n for n, own in enumerate(routes) if own == route] for route in dict.fromkeys(routes)}

@@ -32,9 +32,11 @@ from distill.core.ranks import broadcast_from_rank0, world_size
 from distill.core.units import plural
 from distill.models.flops import count_text
 from distill.models.head import HeadWeights, LogitTransform
-from distill.recipe import Parallel, Recipe, dump
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import LoadedTeacherConfig, Parallel, Recipe, dump
 from distill.recipe.loss import Loss
+from distill.recipe.resume_policy import tokens_of_step
+from distill.recipe.teacher_config import TIMEOUT_S
+from distill.recipe.train import micro_batch_tokens
 from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
@@ -286,7 +288,7 @@ class LaunchedTeacher(ServerTeacher):
 
     def __init__(self, source: LocalPlan, servers: LaunchedServers, context: LoadContext) -> None:
         section = source.section
-        http = Servers(ServerConfig(servers.urls(), servers.token, section.timeout, max(section.prefetch, 1)))
+        http = Servers(ServerConfig(servers.urls(), servers.token, TIMEOUT_S, section.prefetch_depth))
         http.ended = servers.fault
         identity = http.identity()
         dtype = getattr(torch, identity.dtype)
@@ -320,7 +322,7 @@ class LaunchedTeacher(ServerTeacher):
 class LaunchedPlan(LocalPlan):
     """The recipe's one model, held by servers of this run where it has started them, else in this process."""
 
-    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+    def __init__(self, recipe: Recipe, section: LoadedTeacherConfig | None = None, field: str = "teacher") -> None:
         super().__init__(recipe, section, field)
         self.shardable = False  # over the processes that train
 
@@ -334,10 +336,9 @@ class LaunchedPlan(LocalPlan):
         one's, and those of the current one scattered to their positions.
         """
         meta = self.meta()
-        train = self.recipe.train
         size = context.precision.teacher.itemsize
-        micro = train.batch_size * self.recipe.data.max_length * context.world
-        ahead = 2 * max((train.tokens_per_step or micro) // micro, self.section.prefetch)
+        micro_batch = micro_batch_tokens(self.recipe.train, self.recipe.data, context.world)
+        ahead = 2 * max(tokens_of_step(self.recipe, context.world) // micro_batch, self.section.prefetch_depth)
         return Footprint(
             weights=float(meta.shape.head * size), token_bytes=(1 + ahead) * size * meta.shape.hidden, flops=meta.flops
         )

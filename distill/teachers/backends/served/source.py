@@ -19,8 +19,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.models.meta_models import meta_config, meta_student
 from distill.objectives.measure import KL, Measure, cache_measure
 from distill.objectives.row_packing import hidden_bytes
-from distill.recipe import ModelSection, Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import ModelSection, Recipe, ServedTeacherConfig
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.backends.served.client import ServerConfig, Servers, token_of
 from distill.teachers.backends.served.protocol import FILES, Identity, head_hash, tensors_of
@@ -44,8 +43,9 @@ class ServerPlan(TeacherPlan):
     """The plan of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
 
     shardable = False
+    section: ServedTeacherConfig
 
-    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+    def __init__(self, recipe: Recipe, section: ServedTeacherConfig | None = None, field: str = "teacher") -> None:
         super().__init__(recipe, section, field)
         self.is_vllm = self.section.protocol == "vllm"
 
@@ -220,7 +220,7 @@ class ServerPlan(TeacherPlan):
 
 def reconnected(section_values: Mapping[str, Any], spec_values: Mapping[str, Any]) -> ServerTeacher:
     """Return the teacher of a `distill serve` from the values of `ServerTeacher.constructor`."""
-    section = TeacherSection.model_validate(section_values)
+    section = ServedTeacherConfig.model_validate(section_values)
     servers = connect(section)
     identity = servers.identity()
     dtype = getattr(torch, spec_values["dtype"])
@@ -228,15 +228,15 @@ def reconnected(section_values: Mapping[str, Any], spec_values: Mapping[str, Any
     return _opened(section, servers, identity, spec, torch.device("cpu"), dtype)
 
 
-def connect(section: TeacherSection) -> Servers:
+def connect(section: ServedTeacherConfig) -> Servers:
     """Return a client of the servers of a recipe's teacher; nothing is sent yet."""
     token = token_of(section.token_file)
     sums = section.protocol != "vllm"
-    return Servers(ServerConfig(section.urls, token, section.timeout, max(section.prefetch, 1), sums))
+    return Servers(ServerConfig(section.urls, token, section.timeout, section.prefetch, sums))
 
 
 def _opened(
-    section: TeacherSection,
+    section: ServedTeacherConfig,
     servers: Servers,
     identity: Identity,
     spec: TargetSpec,

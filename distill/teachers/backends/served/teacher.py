@@ -18,7 +18,7 @@ from distill.models.precision.host_copy import to_device
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import Batch, TargetFormat, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import TeacherConfig
 from distill.teachers.backends.served.parity_check import LogitReading, check_parity
 from distill.teachers.backends.served.protocol import TargetRequest
 from distill.teachers.backends.served.teacher_client import Answer, TargetTensors, TeacherClient
@@ -60,7 +60,7 @@ class ServerTeacher(Teacher):
         identity: dict[str, object],
         transform: LogitTransform,
         head: HeadWeights | None,
-        section: TeacherSection,
+        section: TeacherConfig,
         dtype: torch.dtype,
     ) -> None:
         self.client = client
@@ -86,7 +86,7 @@ class ServerTeacher(Teacher):
 
     @property
     def prefetch_depth(self) -> int:
-        return self.section.prefetch
+        return self.section.prefetch_depth
 
     def prefetch(self, batch: Batch) -> None:
         query = self._asked(batch)

@@ -10,7 +10,7 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.objectives.row_packing import unpack_top_k
-from distill.recipe import Recipe, Teacher
+from distill.recipe import Recipe, ServedTeacherConfig
 from distill.teachers.backends.served.client import Servers, with_query
 from distill.teachers.backends.served.protocol import ProtocolError, TargetRequest, hidden_of, tensors_of
 from distill.teachers.backends.stored.settings import default_tail
@@ -44,7 +44,8 @@ class TargetSpec(NamedTuple):
     @staticmethod
     def by(recipe: Recipe, columns: int, hidden: int, dtype: torch.dtype) -> TargetSpec:
         """Return the outputs that a recipe requests."""
-        section: Teacher = recipe.teacher
+        section = recipe.teacher
+        assert isinstance(section, ServedTeacherConfig)
         return TargetSpec(
             section.top_k,
             columns,

@@ -41,7 +41,7 @@ from distill.models.load.fingerprint import fingerprint
 from distill.models.load.source import loading, resolve_model_source
 from distill.models.loading import load_config
 from distill.models.prune.pruning import cut_config
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import TeacherConfig
 from distill.teachers.backends.served.client import Servers
 from distill.teachers.backends.served.protocol import JSON, Piece, TargetRequest, documents
 from distill.teachers.backends.served.teacher_client import TargetSpec, TargetTensors, require_sound
@@ -65,7 +65,7 @@ class Ends(NamedTuple):
     fingerprint: str
 
 
-def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
+def load_ends(section: TeacherConfig, dtype: torch.dtype) -> Ends:
     """Read a model without its layers, in host memory.
 
     Raises:

@@ -28,8 +28,7 @@ from distill.models.shape import Shape
 from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.row_packing import DTYPES
 from distill.objectives.top_k import TopKFormat
-from distill.recipe import Data, ModelSection, Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe import Data, ModelSection, Recipe, StoredTeacherConfig, TeacherConfig
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.backends.stored.begin import StoreFolder
 from distill.teachers.backends.stored.contents import LogitHead, head_of, hidden_content, write_companions
@@ -88,7 +87,7 @@ class StoredPlan(TeacherPlan):
     def __init__(
         self,
         recipe: Recipe,
-        section: TeacherSection | None = None,
+        section: TeacherConfig | None = None,
         field: str = "teacher",
         inner: TeacherPlan | None = None,
         *,
@@ -100,16 +99,21 @@ class StoredPlan(TeacherPlan):
         self.shardable = inner is not None and inner.shardable
         self.folder: Path | None = None
         if inner is None:
-            self.folder = Path(self.section.path or "").expanduser()
+            self.folder = Path(self._path).expanduser()
         else:
             self.sections = inner.sections
-            if self.section.online_cache is not None and writes:
-                self.folder = Path(self.section.online_cache).expanduser()
+            if self.section.store is not None and writes:
+                self.folder = Path(self.section.store).expanduser()
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
         self.chosen: Settings | None = None
         self.option: str | None = None
         self._dtype: torch.dtype | None = None
+
+    @property
+    def _path(self) -> str:
+        assert isinstance(self.section, StoredTeacherConfig)
+        return self.section.path
 
     def parts(self) -> list[InnerPlan]:
         return [] if self.inner is None else [InnerPlan(self.inner, lambda splits: splits)]
@@ -180,25 +184,25 @@ class StoredPlan(TeacherPlan):
             return self.inner.title()
         made_by = (self.plan or {}).get("teacher", {})
         name = self.section.model or made_by.get("model") or made_by.get("config")
-        return f"{name or f'the cache {self.section.path}'} (cached)"
+        return f"{name or f'the cache {self._path}'} (cached)"
 
     # ------------------------------------------------------------ what is stored
 
     @property
     def sent_top_k(self) -> bool:
         """True where servers send K tokens, which are stored as received."""
-        return bool(self.section.urls) and self.section.top_k is not None
+        return bool(self.section.urls) and self.section.top_tokens is not None
 
     def settings(self) -> Settings:
         """Return what the recipe stores; hidden states in their own dtype, which is known once the teacher is open."""
         if self.chosen is not None and not self.sent_top_k:
             return self.chosen
         section = self.section
-        hidden = section.online_cache_format != "top_k" and section.top_k is None
-        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.online_cache_format)
+        hidden = section.store_format != "top_k" and section.top_tokens is None
+        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.store_format)
         if self.folder is None and not hidden:  # nothing is written, and a drawn token would depend on the batch
-            return Settings(section.top_k or 64, dtype="float32")
-        return Settings(section.top_k or 64, hidden, default_tail(self.recipe.loss), dtype)
+            return Settings(section.top_tokens or 64, dtype="float32")
+        return Settings(section.top_tokens or 64, hidden, default_tail(self.recipe.loss), dtype)
 
     def measure(self) -> Measure:
         plan = self.plan
@@ -297,7 +301,7 @@ class StoredPlan(TeacherPlan):
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
             amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
-        stored = f"online_cache: {self.section.online_cache}, {width:,} bytes per trained token, {amount}"
+        stored = f"online_cache: {self.section.store}, {width:,} bytes per trained token, {amount}"
         text = f"{self.inner.size_text()}; {stored}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
             text += f", {present / count:.0%} of them stored already"
@@ -314,7 +318,7 @@ class StoredPlan(TeacherPlan):
         columns = self.shapes()[0].vocabulary
         each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
         return (
-            f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes per trained "
+            f"not loaded: {self._path}, which is still to be made: distill cache takes {each} bytes per trained "
             f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 

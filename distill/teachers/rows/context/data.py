@@ -29,8 +29,7 @@ from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.sources import Row as DataRow
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, Piece, encodable
-from distill.recipe import Data, Part
-from distill.recipe.models import Context
+from distill.recipe import Context, Data, Part
 from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.rows.reading import PREFIX, ReadingColumns
 
