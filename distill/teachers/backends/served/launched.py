@@ -39,7 +39,7 @@ from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
+from distill.teachers.backends.served.teacher_client import DistillProtocol, TargetSpec, TeacherClient
 from distill.teachers.base import Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.load_context import LoadContext
@@ -291,8 +291,7 @@ class LaunchedTeacher(ServerTeacher):
         identity = http.identity()
         dtype = getattr(torch, identity.dtype)
         spec = TargetSpec(None, identity.rows, identity.hidden, dtype, "bucket", 1.0, "auto", True)
-        client = DistillClient(http, spec, identity.limits["logits"] or 1)
-        client.field = FIELD
+        client = TeacherClient(http, DistillProtocol(spec, identity.limits["logits"] or 1, FIELD))
         tensors = tensors_of(http.ask("GET", "/v1/head"))
         bias = tensors["bias"].to(context.device) if "bias" in tensors else None
         super().__init__(
