@@ -13,7 +13,8 @@ from test_serve_attacks import connect, is_closed, own_ends
 
 from distill.cli import run_command
 from distill.serving import connections
-from distill.serving.connections import Patience, listen
+from distill.serving.connections import Timeouts, listen
+from distill.serving.open import require_certificate
 from distill.teachers.backends.served.protocol import tensors_of
 
 
@@ -99,8 +100,8 @@ def test_tls_files_are_looked_at_before_anything_is_loaded(certificate, capsys, 
 
 def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, limit):
     limit.setattr(connections, "MOST_OPEN", 128)
-    tls = {"ssl_certfile": certificate / "one.pem", "ssl_keyfile": certificate / "one.key"}
-    with serving(engine, patience=Patience(headers=2.0), tls=tls) as url, contextlib.ExitStack() as stack:
+    tls = require_certificate(certificate / "one.pem", certificate / "one.key")
+    with serving(engine, timeouts=Timeouts(headers=2.0), tls=tls) as url, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(connect(url)) for _ in range(300)]
         for connection in crowd[::2]:
             with contextlib.suppress(OSError):

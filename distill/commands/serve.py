@@ -84,7 +84,7 @@ def serve(
         bound = listeners[0].getsockname()[1]
         address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"
         console.print_lines(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
-        server = Server(app, listeners, **tls)
+        server = Server(app, listeners, tls)
         if address_file is not None:
             threading.Thread(target=_write_address, args=(server, address, address_file), daemon=True).start()
         if isinstance(engine, ShardedEngine):

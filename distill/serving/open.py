@@ -25,7 +25,7 @@ from distill.models.sharding import Placement
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
-from distill.serving.connections import DEFAULT_PATIENCE, Patience, Server, listen
+from distill.serving.connections import DEFAULT_TIMEOUTS, Server, Timeouts, listen
 from distill.serving.engine import Engine
 from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
@@ -147,16 +147,16 @@ def require_safe(host: str, token: str | None) -> None:
         )
 
 
-def require_certificate(certificate: Path | None, key: Path | None) -> dict[str, Path]:
-    """Return uvicorn's options for TLS, empty for none, after checking that the files are a certificate and its key.
+def require_certificate(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Return the server's TLS, None for plain HTTP.
 
     Raises:
-        ValueError: they are not; naming the option.
+        ValueError: the files are not a certificate and its key; naming the option.
     """
     if (certificate is None) != (key is None):
         raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
     if certificate is None or key is None:
-        return {}
+        return None
     for option, path in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
         try:
             path.read_bytes()
@@ -166,22 +166,25 @@ def require_certificate(certificate: Path | None, key: Path | None) -> dict[str,
     def password() -> str:
         raise ValueError(f"--ssl-keyfile: expected a key without a passphrase, got {key}")
 
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password)
+        context.load_cert_chain(certificate, key, password)
     except ssl.SSLError as error:
         why = error.reason or str(error)
         raise ValueError(
             f"--ssl-certfile: expected a PEM certificate and its key, got {certificate}, {key}: {why}"
         ) from None
-    return {"ssl_certfile": certificate, "ssl_keyfile": key}
+    return context
 
 
 @contextlib.contextmanager
-def running(app: Starlette, port: int = 0, patience: Patience = DEFAULT_PATIENCE, **tls: Any) -> Iterator[str]:
+def running(
+    app: Starlette, port: int = 0, timeouts: Timeouts = DEFAULT_TIMEOUTS, tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """Serve the application on a loopback port, in a thread, inside the context; yields its URL."""
-    (listener,) = listeners = listen("127.0.0.1", port, patience)
+    (listener,) = listeners = listen("127.0.0.1", port)
     with listener:
-        server = Server(app, listeners, **tls)
+        server = Server(app, listeners, tls, timeouts)
         thread = threading.Thread(target=server.run, daemon=True, name="server")
         thread.start()
         while not server.started and thread.is_alive():
