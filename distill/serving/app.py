@@ -156,7 +156,6 @@ class TensorResponse(Response):
         super().__init__(None, headers={**headers, **length}, media_type=BINARY)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the tensors."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in self.parts:
             for start in range(0, len(part), SENT_AT_ONCE):
@@ -198,12 +197,10 @@ class Service:
 
     async def health(self, request: Request) -> Response:
         """Status and queue length; needs no token."""
-        status, code = ("ends", 503) if self.worker.lost else ("ok", 200)
-        response = JSONResponse({"status": status, "waiting": self.worker.waiting, **self.worker.served}, code)
+        response = JSONResponse({"status": "ok", "waiting": self.worker.waiting, **self.worker.served})
         return await self._with_checksum(request, response)
 
     async def identity(self, request: Request) -> Response:
-        """Identity of the teacher."""
         response = JSONResponse(self.engine.identity.written(), headers=self._headers)
         return self._refusal(request) or await self._with_checksum(request, response)
 
@@ -225,7 +222,6 @@ class Service:
         return await self._with_checksum(request, TensorResponse(self.engine.head, {**self._headers, "etag": etag}))
 
     async def targets(self, request: Request) -> Response | Sent:
-        """The teacher's outputs for the rows in the body."""
         return self._refusal(request) or await self._answered(request, logits=False)
 
     async def logits(self, request: Request) -> Response | Sent:

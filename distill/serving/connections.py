@@ -131,7 +131,6 @@ class Protocol(H11Protocol):
             self.data_received(self._early)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._forget()
         if self.transport is not None:  # None where it found no room, or ended before TLS was established
             super().connection_lost(exc)
@@ -189,7 +188,6 @@ class Protocol(H11Protocol):
             self._set_waiting(False)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
         self._answered = True
         self._idle = True
         self._await_request(self.config.timeouts.idle)
@@ -201,7 +199,6 @@ class Protocol(H11Protocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """End that timeout."""
         self._send_timer = self._timer(self._send_timer, None)
         super().resume_writing()
 

@@ -27,7 +27,6 @@ from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
 from distill.serving.connections import DEFAULT_TIMEOUTS, Server, Timeouts, listen
 from distill.serving.engine import Engine
-from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, token_of
@@ -48,23 +47,31 @@ def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
     return parse(to_yaml(tree), overrides, name="served", origin=model)
 
 
-def processes_of(recipe: Recipe) -> int:
+def processes_of(recipe: Recipe, processes: int | None = None) -> int:
     """Return the number of processes to start `distill serve` in on this machine: one per GPU for a sharded teacher.
+
+    Args:
+        recipe: recipe that names the teacher.
+        processes: number that the user asks for; None for one per GPU.
 
     Raises:
         ValueError: several processes for a replicated teacher, or one for a sharded one.
     """
-    if world_size() > 1 and recipe.parallel.teacher != "sharded":
-        raise ValueError(
-            "parallel.teacher: expected sharded where several processes serve one teacher; copies are servers of their "
-            "own: start one a GPU, each with its --port, and give a trainer all of their addresses (teacher.url)"
-        )
     if recipe.parallel.teacher != "sharded":
+        if max(world_size(), processes or 1) > 1:
+            raise ValueError(
+                "parallel.teacher: expected sharded where several processes serve one teacher; copies are servers of "
+                "their own: start one a GPU, each with its --port, and give a trainer all of their addresses "
+                "(teacher.url)"
+            )
         return 1
-    processes = processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
-    if max(processes, world_size()) == 1:
+    if world_size() > 1:  # one of those that were started
+        return 1
+    processes = processes or processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
+    if processes == 1:
         raise ValueError(
-            "parallel.teacher: sharded needs several GPUs, or processes: torchrun --nproc-per-node N -m distill serve"
+            "parallel.teacher: sharded needs several GPUs, or processes: --processes N, or torchrun --nproc-per-node N "
+            "-m distill serve"
         )
     return processes
 
@@ -108,8 +115,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
     if not sharded:
         return Engine(*given)
-    assert Peers.current is not None
-    return ShardedEngine(*given, peers=Peers.current, budget=budget)
+    return ShardedEngine(*given, budget=budget)
 
 
 def read_token(path: Path | None) -> str | None:
@@ -197,7 +203,6 @@ def running(
 
 
 def describe(engine: Engine) -> list[str]:
-    """Return the lines that a server prints at its start."""
     identity = engine.identity
     number = getattr(torch, identity.dtype).itemsize
     return [

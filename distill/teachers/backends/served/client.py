@@ -381,7 +381,6 @@ def _error_text(error: Exception) -> str:
 
 
 def _require_in_bounds(size: int) -> None:
-    """Raise for a reply that is too large."""
     if size > MOST_BYTES:
         raise TeacherUnavailableError(f"teacher.url: expected a reply of at most {MOST_BYTES:,} bytes, got {size:,}")
 
@@ -408,12 +407,10 @@ def _content(response: urllib3.BaseHTTPResponse) -> torch.Tensor:
 
 
 def with_query(path: str, **params: object) -> str:
-    """Return a path with the query of a request."""
     return f"{path}?{urlencode(params)}"
 
 
 def _line(content: torch.Tensor) -> str:
-    """Return the text of an error's body, in one line."""
     text = content[:2000].numpy().tobytes().decode(errors="replace")
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         tree = json.loads(text)

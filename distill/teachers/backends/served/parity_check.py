@@ -91,7 +91,6 @@ def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
 
 
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
-    """Return fp32 logits [M, V] on the CPU."""
     weight, bias, _ = _head(teacher)
     return transform.applied(torch.nn.functional.linear(hidden.to(weight), weight, bias).float().cpu())
 

@@ -51,12 +51,10 @@ class ServerPlan(TeacherPlan):
 
     @functools.cached_property
     def servers(self) -> Servers:
-        """Client of the servers, made on first use."""
         return connect(self.section)
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """Identity of a `distill serve`."""
         return self.servers.identity()
 
     @functools.cached_property

@@ -54,7 +54,6 @@ class TargetSpec(NamedTuple):
 
     @staticmethod
     def by(recipe: Recipe, columns: int, hidden: int, dtype: torch.dtype) -> TargetSpec:
-        """Return the outputs that a recipe requests."""
         section: Teacher = recipe.teacher
         return TargetSpec(
             section.top_k,
@@ -68,7 +67,6 @@ class TargetSpec(NamedTuple):
         )
 
     def nothing(self) -> TargetTensors:
-        """Return the answer for no positions."""
         if self.top_k is None:
             return {"hidden": torch.zeros(0, self.hidden, dtype=self.dtype)}
         empty = torch.zeros(0)
@@ -201,7 +199,6 @@ class TeacherClient:
         return self.servers.submit(request.path, request.body, positions, read, protocol.content_type)
 
     def exact(self, query: TargetRequest) -> TargetTensors:
-        """Return `hidden` unrounded."""
         return TeacherClient(self.servers, self.protocol.unrounded()).ask(query).result()
 
     def logits(self, query: TargetRequest) -> torch.Tensor:
@@ -217,7 +214,6 @@ class TeacherClient:
         return (self.servers.received + self.protocol.file_bytes()) / max(self.servers.positions, 1)
 
     def close(self) -> None:
-        """Stop sending queries."""
         self.servers.close()
 
 

@@ -152,7 +152,6 @@ class VllmLogprobs(ServerProtocol):
         return {**identity, "protocol": "vllm"}
 
     def question(self, query: TargetRequest) -> bytes:
-        """Return the body of a request for a query's documents."""
         return json.dumps(
             {
                 "model": self.model,
