@@ -81,7 +81,8 @@ def recipe(*overrides):
 
 def servers():
     """The processes of teacher servers that this process has started."""
-    return [process for process in psutil.Process().children(recursive=True) if "serve" in process.cmdline()]
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if launch.is_running(child.pid) and "serve" in child.cmdline()]
 
 
 def make_run(name, *overrides, resume=False):
