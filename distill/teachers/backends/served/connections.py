@@ -61,7 +61,7 @@ class _Timed(HTTPConnection):
             self.sock.settimeout(SEND_SECONDS)
         super().request(*args, **named)
 
-    def getresponse(self) -> urllib3.HTTPResponse:
+    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]
         assert self.timeout is not None  # what is left of the request's time
         until = time.monotonic() + self.timeout
         self.response_class = functools.partial(_TimedResponse, until=until)  # type: ignore[assignment]
