@@ -1,4 +1,4 @@
-"""Stress test of a teacher server: idle connections, clients that do not read, crafted bodies, flipped bits.
+"""Stress test of a teacher server: idle, slow and refused connections, unread answers, crafted bodies, flipped bits.
 
     python -m scripts.attack [--seed 0] [--seconds 15] [--only idle ...]
 
@@ -58,6 +58,8 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 FILES = 1024  # that the server may have open
+CROWD = 1400  # connections of the attacks that open many
+SLOW = 300  # clients with the token that send their bodies slowly
 MOST_MEMORY, MOST_LOG = 1280 << 20, 1 << 20  # bytes that an attack may cost
 TARGETS = "/v1/targets?deterministic=1"
 
@@ -172,7 +174,7 @@ class Crowd:
         for connection in list(self.open):
             with contextlib.suppress(BlockingIOError):
                 try:
-                    if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    if connection.recv(1 << 16):
                         continue
                 except ConnectionError:
                     pass
@@ -185,6 +187,7 @@ class Crowd:
                 self.open.append(connection)
                 self.made += 1
                 self.begin(connection)
+                connection.setblocking(False)
 
     def leave(self) -> None:
         """Close all."""
@@ -193,18 +196,41 @@ class Crowd:
 
 
 def idle(server: Attacked, seconds: float, random: random.Random) -> dict[str, object]:
-    """Hold 1,100 connections open without sending a request."""
-    return _crowd(Crowd(server, 1100, lambda connection: None), seconds)
+    """Hold 1,400 connections open without sending a request."""
+    return _crowd(Crowd(server, CROWD, lambda connection: None), seconds)
 
 
 def headers(server: Attacked, seconds: float, random: random.Random) -> dict[str, object]:
-    """Hold 1,100 connections open and send a byte of a header on each now and then."""
-    crowd = Crowd(server, 1100, lambda connection: connection.sendall(b"POST /v1/targets HTTP/1.1\r\nX: "))
+    """Hold 1,400 connections open and send a byte of a header on each now and then."""
+    crowd = Crowd(server, CROWD, lambda connection: connection.sendall(b"POST /v1/targets HTTP/1.1\r\nX: "))
 
     def trickle() -> None:
         for connection in list(crowd.open):
             with contextlib.suppress(OSError):
                 connection.send(bytes([random.randrange(97, 123)]))
+
+    return _crowd(crowd, seconds, trickle)
+
+
+def signed(server: Attacked, seconds: float, random: random.Random) -> dict[str, object]:
+    """Hold 1,400 connections open, on each of which a request with a wrong token was refused."""
+    body = question().body()
+    head = f"POST /v1/targets HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secrets.token_urlsafe(32)}\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    crowd = Crowd(server, CROWD, lambda connection: connection.sendall(request))
+    return _crowd(crowd, seconds)
+
+
+def slow(server: Attacked, seconds: float, random: random.Random) -> dict[str, object]:
+    """Have 300 clients with the token send a body a byte now and then."""
+    size = len(question().body())
+    head = f"POST /v1/targets HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+    crowd = Crowd(server, SLOW, lambda connection: connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode()))
+
+    def trickle() -> None:
+        for connection in list(crowd.open):
+            with contextlib.suppress(OSError):
+                connection.send(b"x")
 
     return _crowd(crowd, seconds, trickle)
 
@@ -287,7 +313,7 @@ def _crowd(crowd: Crowd, seconds: float, tick: Callable[[], None] = lambda: None
     return {"connections": crowd.made, "closed by the server": crowd.closed, "most open files": most}
 
 
-ATTACKS = {attack.__name__: attack for attack in (idle, headers, unread, bodies, flips)}
+ATTACKS = {attack.__name__: attack for attack in (idle, headers, signed, slow, unread, bodies, flips)}
 
 
 # ------------------------------------------------------------------ figures

@@ -181,7 +181,7 @@ class Served:
 
         address = self.folder / "address"
         address.write_text(self.url)
-        servers = LaunchedServers([Child(os.getpid(), str(address), os.devnull)], "any", sharded=False)
+        servers = LaunchedServers([Child(os.getpid(), str(address), os.devnull)], "any", 1, sharded=False)
         recipe = recipe_in(self.folder, "parallel={teacher: served, teacher_gpus: 1}")
         OUTPUT_READERS[LaunchedTeacher] = OUTPUT_READERS[ServerTeacher]  # doctor itself, one process, loads it
         return LaunchedTeacher(LaunchedPlan(recipe), servers, load_context(recipe))

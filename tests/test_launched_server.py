@@ -18,14 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from forked import PIPE, Forked, clean_environment
 from safetensors.torch import load_file
 from two_ranks import run_as_two
 
 from distill.core import launch
+from distill.core.errors import RunError
 from distill.core.ranks import exit_process
-from distill.serving.peers import Peers
 from distill.teachers.backends.served import launched
 from distill.teachers.backends.served.launched import LaunchedServers, launched_servers
 
@@ -81,8 +80,9 @@ def recipe(*overrides):
 
 
 def servers():
-    """The teacher servers that this process has started."""
-    return [process for process in psutil.Process().children() if "serve" in process.cmdline()]
+    """The processes of teacher servers that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if launch.is_running(child.pid) and "serve" in child.cmdline()]
 
 
 def make_run(name, *overrides, resume=False):
@@ -140,15 +140,19 @@ def dies_evaluating():
     as_command("dies-evaluating", *CASES["plain"], *served())
 
 
-def waits():
+def waits(*overrides):
     """A run that has begun and stands still: says which processes serve it."""
 
     def stand():
-        Path("children").write_text(" ".join(str(child.pid) for child in LaunchedServers.current.children))
+        Path("children").write_text(" ".join(str(process.pid) for process in servers()))
         time.sleep(300)
 
     at_step(1, stand)
-    as_command("waits", *CASES["plain"], *served())
+    as_command("waits", *CASES["plain"], *(overrides or served()))
+
+
+def waits_for_shards():
+    waits(*served(2, "sharded"))
 
 
 def as_command(name, *overrides):
@@ -282,25 +286,32 @@ def test_an_evaluation_that_a_dying_server_ended_is_made_on_resume(place, alone)
     assert_same(run_here("dies-evaluating", *CASES["plain"], *served(), resume=True), alone("plain"))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_takes_its_server_along(place, how):
+@pytest.mark.parametrize(
+    "what, how",
+    [
+        ("waits", signal.SIGKILL),
+        pytest.param("waits", signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param("waits_for_shards", signal.SIGKILL, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_that_is_killed_takes_its_server_along(place, what, how):
     children = place / "children"
     with contextlib.suppress(FileNotFoundError):
         children.unlink()
-    with program("waits", place) as process:
-        until = time.monotonic() + 120
+    with program(what, place) as process:
+        until = time.monotonic() + 200
         while not (children.exists() and children.read_text()) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
-        (server,) = map(int, children.read_text().split())
-        assert launch.is_running(server)
+        pids = list(map(int, children.read_text().split()))
+        assert len(pids) == (1 if what == "waits" else 3) and all(map(launch.is_running, pids))
         process.send_signal(how)
         if how == signal.SIGTERM:  # it ends its step first; here one that would take minutes
             time.sleep(1.0)
             process.send_signal(signal.SIGKILL)
         until = time.monotonic() + 10
-        while launch.is_running(server) and time.monotonic() < until:
+        while any(map(launch.is_running, pids)) and time.monotonic() < until:
             time.sleep(0.02)
-        assert not launch.is_running(server)
+        assert not any(map(launch.is_running, pids))
     shutil.rmtree(place / "runs" / "waits")
 
 
@@ -314,6 +325,15 @@ def test_model_that_a_server_cannot_load_is_the_users_line(place, monkeypatch):
         run_here("spoiled", "teacher.model=spoiled", *served())
     assert "\n" not in str(told.value) and not (place / "runs" / "spoiled").exists()
     assert not servers()
+
+
+def test_a_server_that_does_not_finish_loading_is_not_waited_for(place):
+    """It is alive and has not ended with an error."""
+    with pytest.raises(
+        RunError, match=r"parallel\.teacher_timeout: .* has not loaded the teacher within 0\.2 s"
+    ) as late:
+        run_here("late", *CASES["hard labels"], *served(), "parallel.teacher_timeout=0.2")
+    assert "\n" not in str(late.value) and not servers()
 
 
 @pytest.mark.parametrize(
@@ -331,7 +351,7 @@ def test_servers_have_the_last_gpus(monkeypatch, given, own):
         copies = launched._visible_to(count, cuda, sharded=False)
         assert [each["CUDA_VISIBLE_DEVICES"] for each in copies] == names
         shards = launched._visible_to(count, cuda, sharded=True)
-        assert [each["CUDA_VISIBLE_DEVICES"] for each in shards] == [",".join(names)] * count
+        assert [each["CUDA_VISIBLE_DEVICES"] for each in shards] == [",".join(names)]
     with pytest.raises(
         ValueError, match=r"teacher_gpus: 4 for the teacher server and 1 for training are more than the 4 GPUs"
     ):
@@ -359,19 +379,6 @@ def test_a_process_ends_with_its_owner_on_any_system(place):
     env = clean_environment(**{launch.OWNER: str(os.getpid() + 10**6)})  # who is gone already
     with Forked(["-c", code], cwd=place, env=env, stdout=PIPE, stderr=PIPE) as process:
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
-
-
-def test_time_in_which_a_process_itself_stood_still_is_no_silence_of_others():
-    """A machine that was paused pauses both sides; a sign that stays the same while one looks is silence."""
-    store = dist.HashStore()
-    peers = Peers(store, 0, 2)
-    store.set("sign/1", "3 1 elsewhere")
-    assert peers._fault_of(1, 100.0) is None and peers._fault_of(1, 200.0) is None
-    looks = [peers._fault_of(1, 200.0 + second) for second in range(1, 20)]
-    assert looks[:14] == [None] * 14 and looks[-1].startswith("rank 1 (process 1 on elsewhere) has given no sign")
-    store.set("sign/1", "4 1 elsewhere")
-    assert peers._fault_of(1, 220.0) is None
-    peers._ended.set()
 
 
 if __name__ == "__main__":

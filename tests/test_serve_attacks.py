@@ -18,7 +18,7 @@ import torch
 from served import HTTP, post, question, serving
 
 from distill.serving import connections
-from distill.serving.connections import Patience, most_connections
+from distill.serving.connections import Timeouts, most_connections
 from distill.serving.memory_budget import MemoryBudget
 from distill.teachers.backends.served.protocol import ProtocolError, read_body
 from scripts.hostile_wire import crafted_body, damaged_body, read_answer
@@ -63,7 +63,7 @@ def test_idle_connections_block_no_others(engine, limit):
     """More of them than may be open: those that have waited longest make room, and one that was answered goes last."""
     limit.setattr(connections, "MOST_OPEN", 128)
     query = question(1)
-    with serving(engine, TOKEN, Patience(headers=60.0)) as url, contextlib.ExitStack() as stack:
+    with serving(engine, TOKEN, Timeouts(headers=60.0)) as url, contextlib.ExitStack() as stack:
         kept = stack.enter_context(connect(url))
         ask = f"GET /v1/identity HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
         kept.sendall(ask)
@@ -84,7 +84,7 @@ def test_idle_connections_block_no_others(engine, limit):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["nothing", "a header by and by"])
 def test_a_request_has_a_time_limit(engine, sent):
-    with serving(engine, patience=Patience(headers=0.5)) as url, connect(url) as connection:
+    with serving(engine, timeouts=Timeouts(headers=0.5)) as url, connect(url) as connection:
         connection.sendall(sent)
         began, stop = time.monotonic(), threading.Event()
 
@@ -103,7 +103,7 @@ def test_a_request_has_a_time_limit(engine, sent):
 
 @pytest.mark.full
 def test_between_two_requests_there_is_a_longer_one(engine):
-    with serving(engine, patience=Patience(headers=0.5, idle=1.5)) as url, connect(url) as connection:
+    with serving(engine, timeouts=Timeouts(headers=0.5, idle=1.5)) as url, connect(url) as connection:
         for wait in (0.0, 1.0):
             time.sleep(wait)
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -111,7 +111,7 @@ def test_between_two_requests_there_is_a_longer_one(engine):
         began = time.monotonic()
         connection.sendall(b"GET /health HTTP/1.1\r\n")  # and no more of it
         assert is_closed(connection, 5) and time.monotonic() - began < 1.4
-    with serving(engine, patience=Patience(headers=0.5, idle=1.0)) as url, connect(url) as connection:
+    with serving(engine, timeouts=Timeouts(headers=0.5, idle=1.0)) as url, connect(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         read_answer(connection)
         began = time.monotonic()
@@ -119,7 +119,7 @@ def test_between_two_requests_there_is_a_longer_one(engine):
 
 
 def test_a_refused_request_whose_body_goes_on_is_ended(engine):
-    with serving(engine, TOKEN, Patience(headers=0.5)) as url, connect(url) as connection:
+    with serving(engine, TOKEN, Timeouts(headers=0.5)) as url, connect(url) as connection:
         connection.sendall(b"POST /v1/targets HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n")
         assert read_answer(connection)[0] == 401
         began = time.monotonic()
@@ -136,7 +136,7 @@ def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(engine, m
     head = {"weight": torch.zeros(64 << 20, dtype=torch.uint8)}
     monkeypatch.setattr(engine, "head", head)
     ask = b"GET /v1/head HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    with serving(engine, patience=Patience(send=1.0)) as url, connect(url, receive_buffer=4096) as unread:
+    with serving(engine, timeouts=Timeouts(send=1.0)) as url, connect(url, receive_buffer=4096) as unread:
         unread.sendall(ask)
         with connect(url) as slow:
             slow.sendall(ask)
@@ -168,7 +168,7 @@ def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch, l
     body = question(1, rows=4, length=40).body()
     header = f"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with (
-        serving(engine, patience=Patience(send=2.0), answers=2 * size + 10_000) as url,
+        serving(engine, timeouts=Timeouts(send=2.0), answers=2 * size + 10_000) as url,
         contextlib.ExitStack() as stack,
     ):
         for _ in range(5):
@@ -322,6 +322,8 @@ def test_a_server_of_its_own_stands_through_all_of_it(tmp_path):
             "--only",
             "idle",
             "headers",
+            "signed",
+            "slow",
             "bodies",
             "flips",
         ],
@@ -331,4 +333,6 @@ def test_a_server_of_its_own_stands_through_all_of_it(tmp_path):
         timeout=240,
     )
     assert made.returncode == 0, made.stdout + made.stderr[-2000:]
-    assert made.stdout.count("| 0 bytes |") == 4
+    assert made.stdout.count("| 0 bytes |") == 6
+    waits = [float(line.rpartition("at most ")[2].split()[0]) for line in made.stdout.splitlines()]
+    assert max(waits) < 5, made.stdout

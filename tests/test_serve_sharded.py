@@ -1,25 +1,24 @@
-"""A served teacher in shards over two processes says what one process says, and ends whole. The file is also their
-program: each carries out `distill serve`."""
+"""A served teacher in shards over two processes gives the outputs of one process, and ends whole."""
 
 import contextlib
 import os
 import signal
+import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 import torch
-from forked import free_port
+from forked import clean_environment, free_port
 from gpus import two_gpus
 from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, write_models
-from two_ranks import codes_of
+from two_ranks import gpu_environment
 
-from distill.core.ranks import exit_process
+from distill.core.launch import is_running
 from distill.recipe import dump
 from distill.serving.engine import Job, Options
 from distill.serving.open import processes_of
@@ -30,33 +29,42 @@ SHARDED = ["parallel.teacher=sharded", "train.device=cpu"]
 
 
 class Server:
-    """Two processes that serve."""
+    """`distill serve` with two processes; torchrun's agent is the first process itself."""
 
-    def __init__(self, folder, pool, streams, device):
+    def __init__(self, folder, device):
         port = free_port()
-        self.folder, self.url = folder, f"http://127.0.0.1:{port}"
-        self._error = streams[1]
-        given = (__file__, folder, port, device), 2, folder, streams, 120
-        self._codes = pool.submit(codes_of, *given, all_end=True, device=device)
-        until = time.monotonic() + 100
-        while self.health() is None and not self._codes.done() and time.monotonic() < until:
+        self.url = f"http://127.0.0.1:{port}"
+        words = ["serve", "tiny.yaml", "parallel.teacher=sharded", f"train.device={device}", "--port", str(port)]
+        self.errors = folder / "errors"
+        with self.errors.open("wb") as errors:
+            self.launcher = subprocess.Popen(
+                [sys.executable, "-m", "distill", *words, "--processes", "2"],
+                cwd=folder,
+                env=clean_environment() if device == "cpu" else gpu_environment(),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+        until = time.monotonic() + 200
+        while self.health() is None and self.launcher.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
-        assert self.health() is not None, self.ended()
+        assert self.health() is not None, self.errors.read_text()
+        shards = [each for each in psutil.Process(self.launcher.pid).children() if "RANK" in each.environ()]
+        self.pids = {int(each.environ()["RANK"]): each.pid for each in shards}
+        assert sorted(self.pids) == [0, 1]
 
     def health(self):
         with contextlib.suppress(httpx2.HTTPError):
             return HTTP.get(self.url + "/health")
 
-    def kill(self, rank, how=signal.SIGKILL):
-        os.kill(int((self.folder / f"pid-{rank}").read_text()), how)
-
     def ended(self):
-        """Exit codes, and the lines of standard error."""
-        codes, late = self._codes.result()
-        self._error.seek(0)
-        written = self._error.read()
-        assert not any(late), written
-        return codes, [line for line in written.splitlines() if line.startswith("distill")]
+        """Exit code of the launcher, and the lines of standard error; both shards have ended by then or soon after."""
+        code = self.launcher.wait(timeout=100)
+        until = time.monotonic() + 10
+        while any(map(is_running, self.pids.values())) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(map(is_running, self.pids.values())), "a process with a shard goes on"
+        return code, [line for line in self.errors.read_text().splitlines() if line.startswith("distill")]
 
 
 def place_for(folder, *overrides, **of_teacher):
@@ -72,14 +80,14 @@ def pool():
 
 
 @pytest.fixture
-def serve(pool):
+def serve():
     """Starts a server; it is gone after the test."""
     made = []
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        yield lambda folder, device="cpu": made.append(Server(folder, pool, (out, error), device)) or made[0]
-        for server, rank in ((server, rank) for server in made for rank in (0, 1)):
-            with contextlib.suppress(ProcessLookupError):
-                server.kill(rank)
+    yield lambda folder, device="cpu": made.append(Server(folder, device)) or made[0]
+    for server in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.launcher.pid, signal.SIGKILL)
+        server.launcher.wait()
 
 
 @pytest.mark.plain("llama")
@@ -109,8 +117,8 @@ def test_two_processes_serve_the_outputs_of_one(tmp_path, pool, serve, kind):
     nothing = HTTP.post(server.url + "/v1/targets", json={"input_ids": [[1, 2, 3]], "rows": []})
     assert nothing.json() == {"hidden": []}
     assert server.health().json()["requests"] == 15
-    server.kill(0, signal.SIGTERM)
-    assert server.ended() == ([128 + signal.SIGTERM, 0], [])
+    server.launcher.send_signal(signal.SIGTERM)
+    assert server.ended() == (128 + signal.SIGTERM, [])
 
 
 @pytest.mark.gpu
@@ -128,42 +136,42 @@ def test_two_gpus_serve_the_outputs_of_one(tmp_path, pool, serve):
     for query, answer in zip(several, asked, strict=True):
         alone = engine.answer([Job(query, Options(deterministic=True))])[0].wait()["hidden"]
         torch.testing.assert_close(tensors_of(answer.result().content)["hidden"], alone, rtol=3e-2, atol=3e-2)
-    server.kill(1)
-    assert server.ended()[0] == [1, -signal.SIGKILL]
+    os.kill(server.pids[1], signal.SIGKILL)
+    assert server.ended()[0] == 128 + signal.SIGKILL
 
 
 @pytest.mark.full
-def test_a_lost_process_ends_the_server_with_errors_to_clients(tmp_path, serve):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_process_ends_the_server_with_a_message(tmp_path, serve, rank):
     server = serve(place_for(tmp_path))
     query = question(0)
     assert post(server.url, query).status_code == 200
-    server.kill(1)
-    answers = []
+    began = time.monotonic()
+    os.kill(server.pids[rank], signal.SIGKILL)
     with contextlib.suppress(httpx2.HTTPError):  # until it does not listen any more
         while True:
-            answers.append(post(server.url, query))
+            assert post(server.url, query).status_code in (200, 503)
             time.sleep(0.01)
-    assert {answer.status_code for answer in answers} == {503}
-    assert answers[-1].headers["retry-after"] and "rank 1 (process " in answers[-1].json()["error"]
-    codes, lines = server.ended()
-    assert codes == [1, -signal.SIGKILL] and len(lines) == 1, (codes, lines)
-    assert "rank 1 (process " in lines[0] and lines[0].endswith(" is gone, so this server ends")
+    code, lines = server.ended()
+    assert code == 128 + signal.SIGKILL and time.monotonic() - began < 25, (code, lines)
+    assert lines[-1] == f"distill: rank {rank} was ended by SIGKILL; the run has ended", lines
 
 
 @pytest.mark.full
-def test_where_the_first_is_gone_the_other_ends_too(tmp_path, serve):
+def test_no_shard_outlives_a_launcher_that_was_killed(tmp_path, serve):
     server = serve(place_for(tmp_path))
-    server.kill(0)
-    codes, lines = server.ended()
-    assert codes == [-signal.SIGKILL, 1] and len(lines) == 1, (codes, lines)
-    assert "rank 0 (process " in lines[0]
+    server.launcher.kill()
+    code, lines = server.ended()
+    assert code == -signal.SIGKILL and lines == []
 
 
 def test_sharded_serving_requires_several_processes(tmp_path, monkeypatch, torchrun):
     sharded, plain = recipe_in(tmp_path, *SHARDED), recipe_in(tmp_path)
-    with pytest.raises(ValueError, match="torchrun --nproc-per-node N -m distill serve"):
+    with pytest.raises(ValueError, match="--processes N, or torchrun --nproc-per-node N -m distill serve"):
         processes_of(sharded)
-    assert processes_of(plain) == 1
+    assert processes_of(plain) == 1 and processes_of(sharded, 2) == 2
+    with pytest.raises(ValueError, match="copies are servers of their own"):
+        processes_of(plain, 2)
     torchrun(gpus=4)
     assert processes_of(recipe_in(tmp_path, "parallel.teacher=sharded", "train.device=cuda")) == 4
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
@@ -187,16 +195,3 @@ def test_requests_are_shared_out_over_forwards():
     assert shared(1, (40, packed), (1, packed)) == ([True, False], [[40]])
     assert shared(2, (4, logits), (1, packed)) == ([True, False], [[4]])
     assert shared(2, (1, packed), (4, logits)) == ([True, False], [[1]])
-
-
-if __name__ == "__main__":
-    from distill.cli import run_command
-
-    torch.set_num_threads(1)
-    folder, port, device = Path(sys.argv[1]), *sys.argv[2:]
-    (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    exit_process(
-        run_command(
-            ["serve", str(folder / "tiny.yaml"), "parallel.teacher=sharded", f"train.device={device}", "--port", port]
-        )
-    )

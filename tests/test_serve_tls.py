@@ -12,8 +12,11 @@ from served import expected_hidden, post, question, serving
 from test_serve_attacks import connect, is_closed, own_ends
 
 from distill.cli import run_command
+from distill.core.errors import TeacherUnavailableError
 from distill.serving import connections
-from distill.serving.connections import Patience, listen
+from distill.serving.connections import Timeouts, listen
+from distill.serving.open import require_certificate
+from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
 
 
@@ -57,6 +60,8 @@ def certificate(tmp_path_factory):
                 "2",
                 "-subj",
                 "/CN=localhost",
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
                 "-keyout",
                 folder / f"{name}.key",
                 "-out",
@@ -97,10 +102,25 @@ def test_tls_files_are_looked_at_before_anything_is_loaded(certificate, capsys, 
     assert "--ssl-keyfile: expected a key without a passphrase" in told(pem, certificate / "locked.key")
 
 
+def test_a_client_verifies_the_certificate(engine, certificate, monkeypatch):
+    """With the machine's authorities, or those of SSL_CERT_FILE."""
+    tls = require_certificate(certificate / "one.pem", certificate / "one.key")
+    with serving(engine, tls=tls) as url:
+        for trusted in ("one.pem", "other.pem"):
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate / trusted))
+            servers = Servers(ServerConfig((url,), wait=1.0))
+            if trusted == "one.pem":
+                assert servers.identity().hash == engine.identity.hash
+            else:
+                with pytest.raises(TeacherUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+                    servers.identity()
+            servers.close()
+
+
 def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, limit):
     limit.setattr(connections, "MOST_OPEN", 128)
-    tls = {"ssl_certfile": certificate / "one.pem", "ssl_keyfile": certificate / "one.key"}
-    with serving(engine, patience=Patience(headers=2.0), tls=tls) as url, contextlib.ExitStack() as stack:
+    tls = require_certificate(certificate / "one.pem", certificate / "one.key")
+    with serving(engine, timeouts=Timeouts(headers=2.0), tls=tls) as url, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(connect(url)) for _ in range(300)]
         for connection in crowd[::2]:
             with contextlib.suppress(OSError):

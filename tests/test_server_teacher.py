@@ -366,8 +366,8 @@ def test_an_answer_that_is_no_answer(place, url):
     from distill.teachers.backends.served.protocol import TargetRequest
 
     with pytest.raises(TeacherUnavailableError, match="an invalid response"):
-        teacher.client.read(
-            b"nothing of the kind", TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
+        teacher.client.protocol.read(
+            torch.zeros(20, dtype=torch.uint8), TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
         )
     with pytest.raises(ValueError, match="expected safetensors"):
         tensors_of(b"nothing")

@@ -223,12 +223,12 @@ def test_a_server_that_dies_at_start_is_reported_at_once(place, engine, tmp_path
     with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
         recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path), timeout=60.0))
         teacher, _ = opened(recipe)
-        exchange = teacher.client
-        assert exchange.servers.silence() is None
+        states = teacher.client.protocol
+        assert teacher.client.servers.silence() is None
     began = time.monotonic()
     told = rf"teacher\.url: a vLLM server has not answered .*{address}: Connection.*, and .*cmpl-9.* was not written"
     with pytest.raises(RunError, match=told) as gone:
-        exchange._loaded(tmp_path / "cmpl-9.safetensors")
+        states.load(tmp_path / "cmpl-9.safetensors")
     assert time.monotonic() - began < 10 and "\n" not in str(gone.value)
 
 

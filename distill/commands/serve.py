@@ -33,6 +33,12 @@ def serve(
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum tokens of a request.")] = 65_536,
     batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum tokens of a forward pass.")] = 16_384,
     queue_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum queued tokens.")] = 1 << 20,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="Processes that hold shards (parallel.teacher=sharded); default: one per GPU."
+        ),
+    ] = None,
     address_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the address to this file once the server is ready.")
     ] = None,
@@ -69,28 +75,28 @@ def serve(
     require_safe(host, token)
     tls = require_certificate(ssl_certfile, ssl_keyfile)
     resolved = _recipe(recipe, overrides or [], recipe_of_model)
-    processes = processes_of(resolved)
-    if processes > 1:
-        raise typer.Exit(launch.restart(processes))
+    to_start = processes_of(resolved, processes)
+    if to_start > 1:
+        raise typer.Exit(launch.restart(to_start))
     # before the teacher is loaded, which may take minutes
     listeners = listen(host, port) if is_main_process() else []
-    with join_launch(resolved):
-        engine = open_engine(resolved, max_tokens, batch_tokens)
-        if isinstance(engine, ShardedEngine) and not is_main_process():
-            engine.follow()
-            return
-        app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
-        console.print_lines("\n".join(describe(engine)))
-        bound = listeners[0].getsockname()[1]
-        address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"
-        console.print_lines(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
-        server = Server(app, listeners, **tls)
-        if address_file is not None:
-            threading.Thread(target=_write_address, args=(server, address, address_file), daemon=True).start()
-        if isinstance(engine, ShardedEngine):
-            engine.run(server, app.state.worker)
-        else:
-            server.run()
+    join_launch(resolved)
+    engine = open_engine(resolved, max_tokens, batch_tokens)
+    if isinstance(engine, ShardedEngine) and not is_main_process():
+        engine.follow()
+        return
+    app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
+    console.print_lines("\n".join(describe(engine)))
+    bound = listeners[0].getsockname()[1]
+    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"
+    console.print_lines(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
+    server = Server(app, listeners, tls)
+    if address_file is not None:
+        threading.Thread(target=_write_address, args=(server, address, address_file), daemon=True).start()
+    if isinstance(engine, ShardedEngine):
+        engine.run(server)
+    else:
+        server.run()
     if not server.started:
         raise typer.Exit(1)
 

@@ -67,17 +67,24 @@ def end_with_launcher() -> None:
 def end_with_owner() -> None:
     """Kill this process as soon as the run that started it ends, by whatever signal.
 
-    Does nothing in a process that no run started. Linux kills it at once; elsewhere, and where the run ended before
-    this call, a polling thread does.
+    Does nothing in a process that no run started.
     """
-    if OWNER not in os.environ:
-        return
-    owner = int(os.environ[OWNER])
+    if OWNER in os.environ:
+        _end_with(int(os.environ[OWNER]))
+
+
+def end_with_parent() -> None:
+    """Kill this process, which has nothing to save, as soon as the process that started it ends, by whatever signal."""
+    _end_with(os.getppid())
+
+
+def _end_with(parent: int) -> None:
+    # Linux kills this process at once; elsewhere, and where the parent ended before this call, a polling thread does
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
-        while os.getppid() == owner:
+        while os.getppid() == parent:
             time.sleep(OWNER_EVERY_S)
         os._exit(128 + signal.SIGTERM)
 
@@ -167,6 +174,7 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     print(line, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes, os.cpu_count() or 1)))
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.pop(OWNER, None)  # that of this process, which ends them
     # the failed process has printed its message; torchrun would add a table and a stack trace
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if hasattr(os, "killpg"):

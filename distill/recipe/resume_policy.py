@@ -30,6 +30,7 @@ FREE = (
     "teacher.prefetch",
     "teacher.timeout",
     "teacher.token_file",
+    "parallel.teacher_timeout",
     "data.workers",
     "data.cache",  # the hash of the rows in lock.yaml identifies the data
     "data.on_policy.batch_size",

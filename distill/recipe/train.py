@@ -180,12 +180,15 @@ class Parallel(Section):
             others train. Required with `teacher: served`.
         teacher_layout: distribution of the teacher over the server's GPUs: `copied`, one replica per GPU, or `sharded`;
             `auto` replicates it where it fits.
+        teacher_timeout: seconds for the teacher server of a run to load the teacher, after which the run ends.
     """
 
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     teacher: Literal["auto", "copied", "sharded", "served"] = "auto"
     teacher_gpus: Count | None = None
     teacher_layout: Literal["auto", "copied", "sharded"] = "auto"
+    # as long as the processes of a launch wait for one that reads weights (core/ranks.py)
+    teacher_timeout: Annotated[float, Field(gt=0, le=14_400)] = 14_400.0
 
     @model_validator(mode="after")
     def _has_gpus_for_the_teacher(self) -> Self:

@@ -34,7 +34,7 @@ from distill.core.errors import TeacherUnavailableError
 from distill.serving.engine import Answer, Engine, Job, Options
 from distill.serving.memory_budget import MemoryBudget
 from distill.serving.worker import Full, Worker
-from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, checksum, question_hash
+from distill.teachers.backends.served.integrity import CHECKSUM, checksum
 from distill.teachers.backends.served.protocol import (
     BINARY,
     JSON,
@@ -156,7 +156,6 @@ class TensorResponse(Response):
         super().__init__(None, headers={**headers, **length}, media_type=BINARY)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the tensors."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in self.parts:
             for start in range(0, len(part), SENT_AT_ONCE):
@@ -190,30 +189,27 @@ class Service:
         headers = {"www-authenticate": "Bearer"}
         return error_response(401, "expected Authorization: Bearer and this server's token", **headers)
 
-    async def _sound(self, request: Request, response: Response, body: bytes = b"") -> Response:
-        """Add its checksum and the hash of the request to a response."""
+    async def _with_checksum(self, request: Request, response: Response, body: bytes = b"") -> Response:
+        """Add the checksum of the request as it was received and of the response."""
         parts = response.parts if isinstance(response, TensorResponse) else [bytes(response.body)]
-        response.headers[CHECKSUM] = await run_in_threadpool(checksum, parts)
-        response.headers[QUESTION] = question_hash(_target(request), body)
+        response.headers[CHECKSUM] = await run_in_threadpool(checksum, _target(request), body, parts)
         return response
 
     async def health(self, request: Request) -> Response:
         """Status and queue length; needs no token."""
-        status, code = ("ends", 503) if self.worker.lost else ("ok", 200)
-        response = JSONResponse({"status": status, "waiting": self.worker.waiting, **self.worker.served}, code)
-        return await self._sound(request, response)
+        response = JSONResponse({"status": "ok", "waiting": self.worker.waiting, **self.worker.served})
+        return await self._with_checksum(request, response)
 
     async def identity(self, request: Request) -> Response:
-        """Identity of the teacher."""
         response = JSONResponse(self.engine.identity.written(), headers=self._headers)
-        return self._refusal(request) or await self._sound(request, response)
+        return self._refusal(request) or await self._with_checksum(request, response)
 
     async def files(self, request: Request) -> Response:
         """Configuration and tokenizer, from file name to text."""
         refusal = self._refusal(request)
         if refusal:
             return refusal
-        return await self._sound(request, JSONResponse(self.engine.files, headers=self._headers))
+        return await self._with_checksum(request, JSONResponse(self.engine.files, headers=self._headers))
 
     async def head(self, request: Request) -> Response:
         """The head's weight and bias as safetensors; the ETag is their hash."""
@@ -223,10 +219,9 @@ class Service:
             return refusal
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={**self._headers, "etag": etag})
-        return await self._sound(request, TensorResponse(self.engine.head, {**self._headers, "etag": etag}))
+        return await self._with_checksum(request, TensorResponse(self.engine.head, {**self._headers, "etag": etag}))
 
     async def targets(self, request: Request) -> Response | Sent:
-        """The teacher's outputs for the rows in the body."""
         return self._refusal(request) or await self._answered(request, logits=False)
 
     async def logits(self, request: Request) -> Response | Sent:
@@ -243,8 +238,8 @@ class Service:
                 body = await self._body(request, size)
                 try:
                     return await self._answer(request, body, options)
-                except ProtocolError as error:  # with the hash of the body received, which may not be the one sent
-                    return await self._sound(request, error_response(error.status, str(error)), body)
+                except ProtocolError as error:  # its checksum tells a client that the body received is not the one sent
+                    return await self._with_checksum(request, error_response(error.status, str(error)), body)
             finally:
                 self._bodies.give(size)
         except ProtocolError as error:
@@ -274,7 +269,7 @@ class Service:
                 response: Response = JSONResponse(await self._read(_lists, answer), headers=self._headers)
             else:
                 response = TensorResponse(answer, self._headers)
-            return Sent(await self._sound(request, response, body), lambda: self._answers.give(size))
+            return Sent(await self._with_checksum(request, response, body), lambda: self._answers.give(size))
         except BaseException:
             self._answers.give(size)
             raise

@@ -2,19 +2,21 @@
 
 uvicorn times a connection out between two requests only: not before the first request, not in the middle of a request's
 headers, not while the client does not read its response; and it counts requests, not open connections, so that the
-process runs out of open files. Here the listening socket itself counts the connections that it has accepted, TLS
-handshakes included. A connection that waits for a request has a deadline; at the maximum number, a new connection
-replaces the one that has waited longest, first of those that never completed a request.
+process runs out of open files. `Protocol` adds what it lacks: each connection counts from the moment that it is
+accepted, before TLS, and has a deadline wherever the client is the one to act. At the maximum number a new connection
+replaces the one that has waited longest for a request, first of those that never had a response.
+
+The deadline of a request's body, and the bounds on the bytes of all bodies and responses, are in `app.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
+import ssl
 import struct
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,13 +32,12 @@ except ImportError:  # no such limits on this system
 MOST_OPEN = 4096  # connections, where the limit of open files allows so many
 LEAST_OPEN = 128
 RESERVED_FILES = 256  # for other files of the process, and for connections accepted while the loop closes others
-ACCEPTED_AT_ONCE = 64  # connections that asyncio accepts before any other callback runs
+ACCEPTED_AT_ONCE = 32  # connections that asyncio accepts before any other callback runs
 QUEUED = 1024  # connections that the kernel holds until they are accepted
-SWEEP_S = 0.25  # between two checks of the deadlines
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes are dropped when the socket is closed
 
 
-class Patience(NamedTuple):
+class Timeouts(NamedTuple):
     """Timeouts for a client, in seconds.
 
     Attributes:
@@ -50,7 +51,7 @@ class Patience(NamedTuple):
     send: float = 30.0
 
 
-DEFAULT_PATIENCE = Patience()
+DEFAULT_TIMEOUTS = Timeouts()
 
 
 def most_connections() -> int:
@@ -70,218 +71,136 @@ def most_connections() -> int:
     return most
 
 
-class Connections:
-    """Registry of a server's open connections.
-
-    Args:
-        most: maximum number of open connections.
-        patience: timeouts of each.
-
-    Attributes:
-        open: connections by file descriptor.
-    """
-
-    def __init__(self, most: int, patience: Patience) -> None:
-        self.most = most
-        self.patience = patience
-        self.open: dict[int, Connection] = {}
-        # those that wait for a request, longest wait first: before their first response, and after it
-        self._waiting: tuple[OrderedDict[Connection, None], ...] = OrderedDict(), OrderedDict()
-        self._sweeps = False
-
-    def add(self, connection: Connection) -> None:
-        """Register a connection; at the maximum number, close the one that has waited longest for a request.
-
-        Raises:
-            ConnectionAbortedError: no other waits for a request; the new one was closed.
-        """
-        if len(self.open) >= self.most:
-            longest = next((next(iter(waiting)) for waiting in self._waiting if waiting), None)
-            if longest is None:
-                connection.close()
-                raise ConnectionAbortedError(errno.ECONNABORTED, "all connections are in use")
-            longest.end()
-        self.open[connection.fileno()] = connection
-        connection.await_request(self.patience.headers)
-        if not self._sweeps:
-            self._sweeps = True
-            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
-
-    def remove(self, connection: Connection) -> None:
-        """Remove a connection that is about to be closed."""
-        self.open.pop(connection.fileno(), None)
-        self.set_waiting(connection, False)
-
-    def set_waiting(self, connection: Connection, waits: bool) -> None:
-        """Record whether a connection waits for a request."""
-        for waiting in self._waiting:
-            waiting.pop(connection, None)
-        if waits:
-            self._waiting[connection.answered][connection] = None
-
-    def _sweep(self) -> None:
-        now = time.monotonic()
-        for connection in [each for each in self.open.values() if now > min(each.request_by, each.sent_by)]:
-            connection.end()
-        self._sweeps = bool(self.open)
-        if self._sweeps:
-            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
-
-
-class Connection(socket.socket):
-    """An accepted connection.
-
-    Attributes:
-        connections: registry that it belongs to.
-        answered: whether a whole response was sent on it.
-        request_by: deadline for the headers of a request, on the monotonic clock.
-        sent_by: deadline for the client to receive what was written.
-    """
-
-    connections: Connections
-    answered = False
-    request_by = sent_by = float("inf")
-
-    def await_request(self, seconds: float) -> None:
-        """Set a deadline for the headers of the next request, in `seconds`."""
-        self.request_by = time.monotonic() + seconds
-        self.connections.set_waiting(self, True)
-
-    def begin_request(self) -> None:
-        """Record that a request's headers are complete."""
-        self.request_by = float("inf")
-        self.connections.set_waiting(self, False)
-
-    def end(self) -> None:
-        """Have the event loop close the connection, and drop unsent data."""
-        self.connections.set_waiting(self, False)
-        self.request_by = self.sent_by = float("inf")
-        try:
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-            self.shutdown(socket.SHUT_RDWR)
-        except OSError as error:  # the client has closed it
-            if error.errno not in (errno.ENOTCONN, errno.EBADF):
-                raise
-
-    def close(self) -> None:
-        """Close the connection, and remove it from the registry."""
-        self.connections.remove(self)
-        super().close()
-
-
-class Listener(socket.socket):
-    """A listening socket that registers its connections.
-
-    Attributes:
-        connections: the registry.
-    """
-
-    connections: Connections
-
-    def listen(self, backlog: int = QUEUED) -> None:
-        """Listen with a queue of at least `QUEUED`; asyncio passes the number that it accepts at a time."""
-        super().listen(max(backlog, QUEUED))
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, when asyncio calls for it.
-
-        Raises:
-            ConnectionAbortedError: there is no place for it; asyncio continues with the next.
-        """
-        plain, address = super().accept()
-        connection = Connection(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        connection.connections = self.connections
-        self.connections.add(connection)
-        return connection, address
-
-
-def listen(host: str, port: int, patience: Patience = DEFAULT_PATIENCE) -> list[Listener]:
-    """Bind a host's addresses, before anything is served on them.
-
-    Args:
-        host: a name or an address.
-        port: port; 0 for any that is free.
-        patience: timeouts of each connection.
-
-    Raises:
-        ValueError: the port is taken, or the host is none of this machine's; naming the option.
-    """
-    connections = Connections(most_connections(), patience)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host: expected a name or an address of this machine, got {host}: {error}") from None
-    listeners: list[Listener] = []
-    for family, kind, _, _, address in dict.fromkeys(found):
-        try:
-            # the protocol is named so that asyncio sends small pieces at once
-            listener = Listener(family, kind, socket.IPPROTO_TCP)
-            listeners.append(listener)
-            listener.connections = connections
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # IPv6 only: IPv4 has a separate socket
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind(address)
-        except OSError as error:
-            for each in listeners:
-                each.close()
-            raise ValueError(_why(error, host, port)) from None
-    return listeners
-
-
-def _why(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"--port: {port} of {host} is in use by another program; end it, or choose another port"
-    if error.errno == errno.EACCES:
-        return f"--port: {port} may not be used by this account; choose one above 1023"
-    return f"--host: expected an address of this machine, got {host}: {error.strerror}"
-
-
 class Config(uvicorn.Config):
-    """uvicorn's settings with the registry of its connections.
+    """uvicorn's settings, and the bounds of its connections.
 
     Attributes:
-        connections: registry of all its listeners.
+        most: maximum number of open connections.
+        timeouts: timeouts of each.
+        tls: TLS of all connections; None for plain HTTP.
+        open: open connections.
+        waiting: those that wait for a request, the longest wait first: before their first response, and after it.
     """
 
-    connections: Connections
+    most: int
+    timeouts: Timeouts
+    tls: ssl.SSLContext | None
+    open: set[Protocol]
+    waiting: tuple[dict[Protocol, None], dict[Protocol, None]]
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol with deadlines of its connection."""
+    """uvicorn's HTTP protocol on a connection that is counted and has deadlines."""
 
-    connection: Connection
+    config: Config
+    _socket_transport: asyncio.Transport  # under TLS the transport that uvicorn knows is another one
+    _request_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+    _answered = False  # a whole response was sent
     _idle = False  # nothing was received since a response
+    _early = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Find the connection in the registry."""
-        assert isinstance(self.config, Config)
-        self.connection = self.config.connections.open[transport.get_extra_info("socket").fileno()]
-        super().connection_made(transport)
+        """Count the connection; at the maximum number, the one that has waited longest for a request makes room."""
+        self._socket_transport = transport
+        if len(self.config.open) >= self.config.most:
+            longest = next((next(iter(waiting)) for waiting in self.config.waiting if waiting), None)
+            if longest is None:
+                self.drop()
+                return
+            longest.drop()
+        self.config.open.add(self)
+        self._await_request(self.config.timeouts.headers)
+        if self.config.tls is None:
+            super().connection_made(transport)
+        else:
+            transport.pause_reading()  # what comes now is for the handshake
+            self._handshake = self.loop.create_task(self._start_tls(transport, self.config.tls))
+
+    async def _start_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        # asyncio's server would shake hands before it tells any protocol of the connection, which then cannot count or
+        # end it
+        secure = None
+        with contextlib.suppress(OSError):  # ssl.SSLError is one
+            secure = await self.loop.start_tls(transport, self, context, server_side=True)
+        if secure is None or secure.is_closing():
+            self.drop()
+            return
+        super().connection_made(secure)
+        if self._early:
+            self.data_received(self._early)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        if self.transport is not None:  # None where it found no room, or ended before TLS was established
+            super().connection_lost(exc)
+
+    def drop(self) -> None:
+        """Close the connection at once, and drop unsent data."""
+        with contextlib.suppress(OSError):  # the client has closed it
+            self._socket_transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._socket_transport.abort()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.config.open.discard(self)
+        self._set_waiting(False)
+        self._request_timer = self._timer(self._request_timer, None)
+        self._send_timer = self._timer(self._send_timer, None)
+
+    def _timer(self, before: asyncio.TimerHandle | None, seconds: float | None) -> asyncio.TimerHandle | None:
+        """Replace a deadline by one in `seconds`; None for none."""
+        if before is not None:
+            before.cancel()
+        return None if seconds is None else self.loop.call_later(seconds, self.drop)
+
+    def _set_waiting(self, waits: bool) -> None:
+        for waiting in self.config.waiting:
+            waiting.pop(self, None)
+        if waits:
+            self.config.waiting[self._answered][self] = None
+
+    def _await_request(self, seconds: float) -> None:
+        """Set the deadline for all headers of the next request."""
+        self._request_timer = self._timer(self._request_timer, seconds)
+        self._set_waiting(True)
 
     def data_received(self, data: bytes) -> None:
         """Read data; the first bytes after a response start the timeout for a request's headers."""
+        if self.transport is None:  # TLS is established, and `_start_tls` has not gone on yet
+            self._early += data
+            return
         super().data_received(data)
         if self._idle:
             self._idle = False
-            self.connection.await_request(self.connection.connections.patience.headers)
+            self._await_request(self.config.timeouts.headers)
 
     def handle_events(self) -> None:
         """Read a request whose headers may be complete now."""
         try:
             super().handle_events()
         except h11.LocalProtocolError:  # not HTTP, and a response has begun, so that no error can be sent
-            self.transport.abort()
+            self.drop()
             return
         if self.cycle is not None and not self.cycle.response_complete:
             self._idle = False
-            self.connection.begin_request()
+            self._request_timer = self._timer(self._request_timer, None)
+            self._set_waiting(False)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self.connection.answered = self._idle = True
-        self.connection.await_request(self.connection.connections.patience.idle)
+        self._answered = True
+        self._idle = True
+        self._await_request(self.config.timeouts.idle)
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Start the timeout for the client to receive what was written."""
+        self._send_timer = self._timer(self._send_timer, self.config.timeouts.send)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._send_timer = self._timer(self._send_timer, None)
+        super().resume_writing()
 
     def shutdown(self) -> None:
         """Close an idle connection at once: a client that waits for nothing lets the end of a TLS session take 30 s."""
@@ -291,43 +210,42 @@ class Protocol(H11Protocol):
         else:
             super().shutdown()
 
-    def pause_writing(self) -> None:
-        """Start the timeout for the client to receive what was written."""
-        self.connection.sent_by = time.monotonic() + self.connection.connections.patience.send
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        """End that timeout."""
-        self.connection.sent_by = float("inf")
-        super().resume_writing()
-
 
 class Server(uvicorn.Server):
-    """uvicorn on listeners that are bound already.
+    """uvicorn on sockets that are bound already.
 
     Args:
         app: an ASGI application.
         listeners: result of `listen`.
-        tls: uvicorn's `ssl_*` options.
+        tls: certificate and key; None for plain HTTP.
+        timeouts: timeouts of each connection.
     """
 
-    def __init__(self, app: Callable[..., Any], listeners: list[Listener], **tls: Any) -> None:
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        listeners: list[socket.socket],
+        tls: ssl.SSLContext | None = None,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+    ) -> None:
         self.listeners = listeners
-        connections = listeners[0].connections
         config = Config(
             app,
             log_level="error",
             access_log=False,
             server_header=False,
             backlog=ACCEPTED_AT_ONCE,
-            timeout_keep_alive=int(connections.patience.idle) + 1,
+            timeout_keep_alive=int(timeouts.idle) + 1,
             timeout_graceful_shutdown=30,
             ws="none",
             http=Protocol,
             loop="asyncio",
-            **tls,
         )
-        config.connections = connections
+        config.most = most_connections()
+        config.timeouts = timeouts
+        config.tls = tls
+        config.open = set()
+        config.waiting = ({}, {})
         super().__init__(config)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -338,8 +256,53 @@ class Server(uvicorn.Server):
         """
         for listener in self.listeners:
             try:
-                listener.listen()
+                listener.listen(QUEUED)
             except OSError as error:
                 host, port, *_ = listener.getsockname()
-                raise ValueError(_why(error, host, port)) from None
-        super().run(sockets or [*self.listeners])
+                raise ValueError(_bind_error(error, host, port)) from None
+        super().run(sockets or self.listeners)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start; asyncio passes the number that it accepts at a time on to the kernel as the length of its queue."""
+        await super().startup(sockets)
+        for listener in self.listeners:
+            listener.listen(QUEUED)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Bind a host's addresses, before anything is served on them.
+
+    Args:
+        host: a name or an address.
+        port: port; 0 for any that is free.
+
+    Raises:
+        ValueError: the port is taken, or the host is none of this machine's; naming the option.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host: expected a name or an address of this machine, got {host}: {error}") from None
+    listeners: list[socket.socket] = []
+    for family, kind, _, _, address in dict.fromkeys(found):
+        try:
+            # the protocol is named so that asyncio sends small pieces at once
+            listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # IPv6 only: IPv4 has a separate socket
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+        except OSError as error:
+            for each in listeners:
+                each.close()
+            raise ValueError(_bind_error(error, host, port)) from None
+    return listeners
+
+
+def _bind_error(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"--port: {port} of {host} is in use by another program; end it, or choose another port"
+    if error.errno == errno.EACCES:
+        return f"--port: {port} may not be used by this account; choose one above 1023"
+    return f"--host: expected an address of this machine, got {host}: {error.strerror}"

@@ -313,7 +313,6 @@ def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return configuration and tokenizer as the text of their files."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         bare(model).config.save_pretrained(folder)  # type: ignore[union-attr,operator]

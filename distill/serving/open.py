@@ -25,9 +25,8 @@ from distill.models.sharding import Placement
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
-from distill.serving.connections import DEFAULT_PATIENCE, Patience, Server, listen
+from distill.serving.connections import DEFAULT_TIMEOUTS, Server, Timeouts, listen
 from distill.serving.engine import Engine
-from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, token_of
@@ -48,23 +47,31 @@ def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
     return parse(to_yaml(tree), overrides, name="served", origin=model)
 
 
-def processes_of(recipe: Recipe) -> int:
+def processes_of(recipe: Recipe, processes: int | None = None) -> int:
     """Return the number of processes to start `distill serve` in on this machine: one per GPU for a sharded teacher.
+
+    Args:
+        recipe: recipe that names the teacher.
+        processes: number that the user asks for; None for one per GPU.
 
     Raises:
         ValueError: several processes for a replicated teacher, or one for a sharded one.
     """
-    if world_size() > 1 and recipe.parallel.teacher != "sharded":
-        raise ValueError(
-            "parallel.teacher: expected sharded where several processes serve one teacher; copies are servers of their "
-            "own: start one a GPU, each with its --port, and give a trainer all of their addresses (teacher.url)"
-        )
     if recipe.parallel.teacher != "sharded":
+        if max(world_size(), processes or 1) > 1:
+            raise ValueError(
+                "parallel.teacher: expected sharded where several processes serve one teacher; copies are servers of "
+                "their own: start one a GPU, each with its --port, and give a trainer all of their addresses "
+                "(teacher.url)"
+            )
         return 1
-    processes = processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
-    if max(processes, world_size()) == 1:
+    if world_size() > 1:  # one of those that were started
+        return 1
+    processes = processes or processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
+    if processes == 1:
         raise ValueError(
-            "parallel.teacher: sharded needs several GPUs, or processes: torchrun --nproc-per-node N -m distill serve"
+            "parallel.teacher: sharded needs several GPUs, or processes: --processes N, or torchrun --nproc-per-node N "
+            "-m distill serve"
         )
     return processes
 
@@ -108,8 +115,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
     if not sharded:
         return Engine(*given)
-    assert Peers.current is not None
-    return ShardedEngine(*given, peers=Peers.current, budget=budget)
+    return ShardedEngine(*given, budget=budget)
 
 
 def read_token(path: Path | None) -> str | None:
@@ -147,16 +153,16 @@ def require_safe(host: str, token: str | None) -> None:
         )
 
 
-def require_certificate(certificate: Path | None, key: Path | None) -> dict[str, Path]:
-    """Return uvicorn's options for TLS, empty for none, after checking that the files are a certificate and its key.
+def require_certificate(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Return the server's TLS, None for plain HTTP.
 
     Raises:
-        ValueError: they are not; naming the option.
+        ValueError: the files are not a certificate and its key; naming the option.
     """
     if (certificate is None) != (key is None):
         raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
     if certificate is None or key is None:
-        return {}
+        return None
     for option, path in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
         try:
             path.read_bytes()
@@ -166,22 +172,25 @@ def require_certificate(certificate: Path | None, key: Path | None) -> dict[str,
     def password() -> str:
         raise ValueError(f"--ssl-keyfile: expected a key without a passphrase, got {key}")
 
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password)
+        context.load_cert_chain(certificate, key, password)
     except ssl.SSLError as error:
         why = error.reason or str(error)
         raise ValueError(
             f"--ssl-certfile: expected a PEM certificate and its key, got {certificate}, {key}: {why}"
         ) from None
-    return {"ssl_certfile": certificate, "ssl_keyfile": key}
+    return context
 
 
 @contextlib.contextmanager
-def running(app: Starlette, port: int = 0, patience: Patience = DEFAULT_PATIENCE, **tls: Any) -> Iterator[str]:
+def running(
+    app: Starlette, port: int = 0, timeouts: Timeouts = DEFAULT_TIMEOUTS, tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """Serve the application on a loopback port, in a thread, inside the context; yields its URL."""
-    (listener,) = listeners = listen("127.0.0.1", port, patience)
+    (listener,) = listeners = listen("127.0.0.1", port)
     with listener:
-        server = Server(app, listeners, **tls)
+        server = Server(app, listeners, tls, timeouts)
         thread = threading.Thread(target=server.run, daemon=True, name="server")
         thread.start()
         while not server.started and thread.is_alive():
@@ -194,7 +203,6 @@ def running(app: Starlette, port: int = 0, patience: Patience = DEFAULT_PATIENCE
 
 
 def describe(engine: Engine) -> list[str]:
-    """Return the lines that a server prints at its start."""
     identity = engine.identity
     number = getattr(torch, identity.dtype).itemsize
     return [

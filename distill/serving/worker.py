@@ -9,13 +9,12 @@ is not computed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from distill.models.precision.host_copy import HostCopy
@@ -23,8 +22,8 @@ from distill.serving.engine import Answer, Job
 
 log = logging.getLogger(__name__)
 
-LEAD_S = 0.03  # time to launch a forward pass
-LOOKS_S = 0.0005  # between two checks of the current forward pass
+LAUNCH_SECONDS = 0.03  # for a forward pass
+POLL_SECONDS = 0.0005  # between two checks of the current forward pass
 
 
 _Asked = tuple[Job, Future[Answer]]
@@ -111,8 +110,6 @@ class Worker:
         self._most = most_waiting
         self._forwards = forwards
         self._jobs: deque[_Asked] = deque()
-        self._begun: list[Future[Answer]] = []
-        self._lost: Exception | None = None
         self._tokens = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -129,8 +126,6 @@ class Worker:
         """
         size = job.query.ids.size
         with self._changed:
-            if self._lost is not None:
-                raise self._lost
             if self._closed:
                 raise Full(30.0)
             if self._jobs and self._tokens + size > self._most:
@@ -146,23 +141,6 @@ class Worker:
     def waiting(self) -> int:
         return len(self._jobs)
 
-    def lose(self, error: Exception) -> None:
-        """Fail all jobs, now and later, with `error`, without waiting for the teacher."""
-        with self._changed:
-            self._closed = True
-            self._lost = error
-            left = [*self._begun, *(future for _, future in self._jobs)]
-            self._jobs.clear()
-            self._changed.notify()
-        for future in left:
-            with contextlib.suppress(InvalidStateError):
-                future.set_exception(error)
-
-    @property
-    def lost(self) -> bool:
-        """Return whether all jobs fail because of `lose`."""
-        return self._lost is not None
-
     def close(self) -> None:
         """Accept no more jobs, and end after the current forward pass; waiting jobs fail."""
         with self._changed:
@@ -173,8 +151,7 @@ class Worker:
         for _, future in left:
             if future.set_running_or_notify_cancel():
                 future.set_exception(Full(30.0))
-        if self._lost is None:  # otherwise the thread may wait for a GPU forever
-            self._thread.join(timeout=60)
+        self._thread.join(timeout=60)
 
     def _take(self, before: _Forward | None) -> list[_Asked]:
         """Wait for the next jobs that share a forward pass; none once closed, or once `before` has ended."""
@@ -185,7 +162,7 @@ class Worker:
             while not self._closed and not (before.is_ready() if before else self._jobs):
                 if before and self._jobs and (self._is_full() or time.perf_counter() > before.expected):
                     break
-                self._changed.wait(LOOKS_S if before else None)
+                self._changed.wait(POLL_SECONDS if before else None)
             taken: list[_Asked] = []
             shares = Shares(self._forwards, self._budget)
             # answers that are ready go out before anything else is launched
@@ -199,7 +176,6 @@ class Worker:
                 self._tokens -= job.query.ids.size
                 if future.set_running_or_notify_cancel():
                     taken.append((job, future))
-            self._begun = [future for future in self._begun if not future.done()] + [future for _, future in taken]
             return taken
 
     def _is_full(self) -> bool:
@@ -227,7 +203,7 @@ class Worker:
         except Exception as error:  # an error of one forward pass fails its requests, not the server
             self._fail(taken, error)
             return None
-        return _Forward(taken, answers, tokens, begun, max(begun, self._ended) + tokens * self._each - LEAD_S)
+        return _Forward(taken, answers, tokens, begun, max(begun, self._ended) + tokens * self._each - LAUNCH_SECONDS)
 
     def _fail(self, taken: Sequence[_Asked], error: Exception) -> None:
         if len(taken) > 1:  # find the job at fault by running each alone

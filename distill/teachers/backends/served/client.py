@@ -4,35 +4,36 @@
     identity = servers.identity()                  # of all of them the same, or the run is refused
     future = servers.submit("/v1/targets", body, params)
 
-A server that does not answer, or reports that it is full, gets no requests for a while (exponential backoff, or its
-`Retry-After`), and its requests go to the others. Where none has answered for `config.wait` seconds, or one answers as
-another teacher than the run began with, `TeacherUnavailableError` ends the run in one line.
+Connections are those of urllib3's pools; what is added here is one deadline for a whole reply (`connections.py`), a
+bound on its size, its checksum, and the choice of a server. A server that does not answer, or reports that it is full,
+gets no requests for a while (exponential backoff, or its `Retry-After`), and its requests go to the others: every
+request of the protocol may be repeated, since a teacher's outputs are a function of the request. Where none has
+answered for `config.wait` seconds, or one answers as another teacher than the run began with,
+`TeacherUnavailableError` ends the run in one line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import http.client
-import io
 import json
 import logging
 import os
 import queue
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import torch
+import urllib3
 
 from distill.core.errors import TeacherUnavailableError
-from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, damage_of, question_hash
+from distill.teachers.backends.served.connections import LATE, pool_manager
+from distill.teachers.backends.served.integrity import CHECKSUM, checksum_error
 from distill.teachers.backends.served.protocol import BINARY, TEACHER, Identity, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class ServerConfig(NamedTuple):
         token: bearer token; None for none.
         wait: Seconds without a response of any server after which a request fails.
         at_once: concurrent requests per server.
-        sums: True if every response must carry checksums, as those of `distill serve` do.
+        sums: True if every response must carry a checksum, as those of `distill serve` do.
     """
 
     urls: tuple[str, ...]
@@ -112,7 +113,8 @@ class Servers:
         self._headers = {"accept": BINARY}
         if config.token is not None:
             self._headers["authorization"] = f"Bearer {config.token}"
-        self._idle: dict[str, list[http.client.HTTPConnection]] = {}  # by address
+        # connections: one for each thread that sends, and for the caller's own requests
+        self._pools = pool_manager(servers=len(config.urls), connections=config.at_once * len(config.urls) + 2)
         self._servers = [_Server(url) for url in config.urls]
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -126,11 +128,7 @@ class Servers:
         self._closed.set()
         for _ in self._threads:
             self._work.put(None)
-        with self._lock:
-            idle = self._idle
-            self._idle = {}
-        for connection in (each for connections in idle.values() for each in connections):
-            connection.close()
+        self._pools.clear()  # connections of open requests are closed once their reply is there
 
     # --------------------------------------------------------------- one request
 
@@ -220,13 +218,13 @@ class Servers:
         self, server: _Server, method: str, path: str, body: bytes | None = None, kind: str = BINARY
     ) -> torch.Tensor:
         try:
-            response, content = self._sound(server.url, method, path, body, kind)
-        except (http.client.InvalidURL, UnicodeError) as error:
+            response, content = self._verified(server.url, method, path, body, kind)
+        except (urllib3.exceptions.LocationValueError, UnicodeError) as error:
             raise ValueError(f"teacher.url: {server.url}: {error}") from None
         except TeacherUnavailableError:
             raise
-        except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
-            self._back_off(server, f"{type(error).__name__}: {error}", None)
+        except (OSError, urllib3.exceptions.HTTPError, RuntimeError) as error:  # RuntimeError: no memory
+            self._back_off(server, _error_text(error), None)
             raise _TryAgain(server.fault) from None
         finally:
             with self._lock:
@@ -247,60 +245,43 @@ class Servers:
         server.fault = ""
         return content
 
-    def _sound(
+    def _verified(
         self, url: str, method: str, path: str, body: bytes | None, kind: str
-    ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
-        """Return an intact answer; a damaged one is requested once more, on a new connection."""
-        try:
-            return self._exchanged(url, method, path, body, kind)
-        except _Damaged as damage:
+    ) -> tuple[urllib3.BaseHTTPResponse, torch.Tensor]:
+        """Return a response whose checksum is right; a damaged one is requested once more, on a new connection."""
+        for _ in range(2):
+            response, content = self._exchange(url, method, path, body, kind, self.config.wait)
+            if not self.config.sums:
+                return response, content
+            told = response.headers.get(CHECKSUM)
+            damage = checksum_error(told, response.status, path, body or b"", content.numpy().data)
+            if damage is None:
+                return response, content
             log.warning("%s: %s; requesting it once more on a new connection", url, damage)
-        try:
-            return self._exchanged(url, method, path, body, kind, anew=True)
-        except _Damaged as damage:
-            raise TeacherUnavailableError(f"teacher.url: {url}: twice in a row {damage}") from None
+            self._pools.clear()
+        raise TeacherUnavailableError(f"teacher.url: {url}: twice in a row {damage}")
 
-    def _exchanged(
-        self, url: str, method: str, path: str, body: bytes | None, kind: str, anew: bool = False
-    ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
-        """Send a request over a kept connection or a new one; return the response and its whole body."""
-        until = time.monotonic() + self.config.wait
-        headers = self._headers | ({} if body is None else {"content-type": kind})
-        while True:
-            with self._lock:
-                idle = [] if anew else self._idle.setdefault(url, [])
-                connection = kept = idle.pop() if idle else None
-            connection = connection or self._connection(url)
-            connection.sock.settimeout(self.config.wait)  # of a kept connection: what the last reply left of its time
-            _reply_by(connection, until)
-            try:
-                connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
-                response = connection.getresponse()
-                content = _content(response)
-                if self.config.sums:
-                    _require_sound(response, content, question_hash(path, body or b""))
-            except BaseException as error:
-                connection.close()
-                if kept and isinstance(error, ConnectionError):  # the server had closed it meanwhile
-                    continue
-                raise
-            with self._lock:
-                if not (response.will_close or self._closed.is_set()):
-                    self._idle.setdefault(url, []).append(connection)
-                    return response, content
-            connection.close()
-            return response, content
-
-    def _connection(self, url: str, seconds: float | None = None) -> http.client.HTTPConnection:
-        place = urlsplit(url)
-        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    def _exchange(
+        self, url: str, method: str, path: str, body: bytes | None, kind: str, seconds: float
+    ) -> tuple[urllib3.BaseHTTPResponse, torch.Tensor]:
+        """Send a request over a pooled connection or a new one; return the response and its whole body."""
+        response = self._pools.urlopen(
+            method,
+            url.rstrip("/") + path,
+            body=body,
+            headers=self._headers | ({} if body is None else {"content-type": kind}),
+            timeout=urllib3.Timeout(total=seconds, connect=min(seconds, CONNECT_SECONDS)),
+            retries=False,
+            redirect=False,
+            preload_content=False,
+        )
         try:
-            connection = kind(place.hostname or "", place.port, timeout=seconds or CONNECT_SECONDS)
-        except ValueError as error:  # of the port
-            raise http.client.InvalidURL(str(error)) from None
-        connection.connect()
-        connection.sock.settimeout(seconds or self.config.wait)
-        return connection
+            return response, _content(response)
+        except BaseException:
+            response.close()  # what is left of the reply is not wanted
+            raise
+        finally:
+            response.release_conn()
 
     def _back_off(self, server: _Server, fault: str, seconds: float | None) -> None:
         with self._lock:
@@ -329,14 +310,10 @@ class Servers:
 
     def _silence_of(self, url: str) -> str | None:
         try:
-            connection = self._connection(url, HEALTH_SECONDS)
-            with contextlib.closing(connection):
-                _reply_by(connection, time.monotonic() + HEALTH_SECONDS)
-                connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
-                status = connection.getresponse().status
-        except (OSError, http.client.HTTPException) as error:
-            return f"{url}: {type(error).__name__}: {error}"
-        return f"{url}: {status}" if status >= 500 else None
+            response, _ = self._exchange(url, "GET", "/health", None, BINARY, HEALTH_SECONDS)
+        except (OSError, urllib3.exceptions.HTTPError) as error:
+            return f"{url}: {_error_text(error)}"
+        return f"{url}: {response.status}" if response.status >= 500 else None
 
     # ------------------------------------------------------------- who they are
 
@@ -387,17 +364,6 @@ class _TryAgain(Exception):
     """Failure of one server to answer, where another may."""
 
 
-class _Damaged(Exception):
-    """Answer that is not what the server sent, or is to another request."""
-
-
-def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, question: str) -> None:
-    sums = response.headers.get(QUESTION), response.headers.get(CHECKSUM)
-    damage = damage_of(sums, response.status, question, content.numpy().data)
-    if damage:
-        raise _Damaged(damage)
-
-
 def _identity(url: str, body: bytes) -> Identity:
     try:
         return Identity.read(json.loads(body))
@@ -405,88 +371,46 @@ def _identity(url: str, body: bytes) -> Identity:
         raise ValueError(f"teacher.url: {url}: {error}") from None
 
 
-class _TimedReader(io.RawIOBase):
-    """A socket's bytes until a deadline, however slowly they come: headers, chunk sizes and body alike."""
-
-    def __init__(self, sock: socket.socket, raw: io.RawIOBase, until: float) -> None:
-        self._sock = sock
-        self._raw = raw
-        self._until = until
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        # the socket's own timeout is for one read, which a byte now and then would begin anew
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the whole reply did not come in time")
-        self._sock.settimeout(left)
-        try:
-            return self._raw.readinto(buffer)
-        except TimeoutError:
-            raise TimeoutError("the whole reply did not come in time") from None
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _TimedResponse(http.client.HTTPResponse):
-    """A response that must be whole by a time of `time.monotonic`."""
-
-    def __init__(self, sock: socket.socket, *args: Any, until: float, **named: Any) -> None:
-        super().__init__(sock, *args, **named)
-        # the file that the response opened counts as a user of the socket: it stays open where the connection is closed
-        self.fp = io.BufferedReader(_TimedReader(sock, self.fp.detach(), until))
-
-
-def _reply_by(connection: http.client.HTTPConnection, until: float) -> None:
-    """Set the deadline of the next reply on a connection."""
-    connection.response_class = functools.partial(_TimedResponse, until=until)  # type: ignore[assignment]
+def _error_text(error: Exception) -> str:
+    """Return the error of the socket or of HTTP in one of urllib3's, as text."""
+    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
+        return LATE
+    cause = error.__cause__ or (error.args[-1] if error.args else None)
+    inner = cause if isinstance(cause, Exception) else error
+    return f"{type(inner).__name__}: {inner}"
 
 
 def _require_in_bounds(size: int) -> None:
-    """Raise for a reply that is too large."""
     if size > MOST_BYTES:
         raise TeacherUnavailableError(f"teacher.url: expected a reply of at most {MOST_BYTES:,} bytes, got {size:,}")
 
 
-def _content(response: http.client.HTTPResponse) -> torch.Tensor:
-    """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it.
-
-    Args:
-        response: Response whose head was read.
-    """
-    if response.length is None:  # in chunks, as other servers send
+def _content(response: urllib3.BaseHTTPResponse) -> torch.Tensor:
+    """Return a response's body, uint8, read into pinned memory where the GPU will copy from it."""
+    length = response.length_remaining
+    if length is None:  # in chunks, as other servers send
         chunks = bytearray()
-        while chunk := response.read1(CHUNK):
+        while chunk := response.read(CHUNK, decode_content=False):
             chunks += chunk
             _require_in_bounds(len(chunks))
         return torch.frombuffer(chunks or bytearray(b"\0"), dtype=torch.uint8)
-    _require_in_bounds(response.length)
-    pinned = torch.cuda.is_initialized() and response.length > LARGE
-    content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
+    _require_in_bounds(length)
+    pinned = torch.cuda.is_initialized() and length > LARGE
+    content = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
     memory = content.numpy().data
     place = 0
     while place < len(memory):
-        # a read returns what has come, so that a server that sends a byte now and then is seen
-        chunk = response.read1(min(len(memory) - place, CHUNK))
-        if not chunk:
-            raise http.client.IncompleteRead(b"", len(memory) - place)
+        chunk = response.read(min(len(memory) - place, CHUNK), decode_content=False)
         memory[place : place + len(chunk)] = chunk
         place += len(chunk)
-    response.close()
     return content
 
 
 def with_query(path: str, **params: object) -> str:
-    """Return a path with the query of a request."""
     return f"{path}?{urlencode(params)}"
 
 
 def _line(content: torch.Tensor) -> str:
-    """Return the text of an error's body, in one line."""
     text = content[:2000].numpy().tobytes().decode(errors="replace")
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         tree = json.loads(text)

@@ -1,11 +1,11 @@
-"""Checksums of what goes over the wire: an answer is whole, and it is the answer to the request that was sent.
+"""Checksum of what goes over the wire: an answer is whole, and it is the answer to the request that was sent.
 
-    x-distill-checksum: XXH3 (128 bits) of the answer's body
-    x-distill-question: XXH3 of the request as the server received it: path and query, a zero byte, body
+    x-distill-exchange: XXH3 (128 bits) of the request as the server received it (path, query, body) and of the answer
 
-TCP's own checksum misses one damaged packet in 65,536, and sees nothing of what happens inside the machines between; a
-proxy may mix up two answers of the same shape. XXH3 hashes at the speed of memory and is no signature: against an
-attacker there is TLS.
+The client computes it from the request that it has sent and the answer that it has received, so that one sum sees a
+damaged request, a damaged answer, and a proxy that mixes up two answers of the same shape. TCP's own checksum misses
+one damaged packet in 65,536, and sees nothing of what happens inside the machines between. XXH3 hashes at the speed of
+memory and is no signature: against an attacker there is TLS.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from collections.abc import Iterable
 
 import xxhash
 
-CHECKSUM = "x-distill-checksum"
-QUESTION = "x-distill-question"
+CHECKSUM = "x-distill-exchange"
 
 
-def checksum(parts: Iterable[bytes | memoryview]) -> str:
-    """Return the XXH3 of a body in parts, 32 hexadecimal digits."""
+def checksum(target: str, body: bytes, answer: Iterable[bytes | memoryview]) -> str:
+    """Return the XXH3 of a request and its answer, 32 hexadecimal digits.
+
+    Args:
+        target: path and query, without a prefix that a proxy takes off.
+        body: the request's body; empty where there is none.
+        answer: parts of the answer's body.
+    """
     digest = xxhash.xxh3_128()
-    for part in parts:
+    # the lengths, so that no byte can change sides
+    digest.update(f"{len(target)} {len(body)} {target}".encode())
+    digest.update(body)
+    for part in answer:
         digest.update(part)
     return digest.hexdigest()
 
 
-def question_hash(target: str, body: bytes) -> str:
-    """Return the XXH3 of a request.
+def checksum_error(told: str | None, status: int, target: str, body: bytes, answer: memoryview) -> str | None:
+    """Return how an exchange was damaged on the way, or that it answers another request; None where it is right.
 
     Args:
-        target: path and query, without a prefix that a proxy takes off.
-        body: empty where there is none.
+        told: Checksum in the response's headers; None where there is none.
+        status: HTTP status. Only responses of 200 must carry a checksum: others may come from a proxy.
+        target: Path and query of the request that was sent; `body`, its body.
+        answer: Body that was received.
     """
-    return checksum((target.encode(), b"\0", body))
-
-
-def damage_of(sums: tuple[str | None, str | None], status: int, question: str, body: memoryview) -> str | None:
-    """Return how an answer was damaged on the way, or that it answers another request; None where it is sound.
-
-    Args:
-        sums: Request hash and body checksum from the response's headers; None for a header that is absent.
-        status: HTTP status. Only responses of 200 must carry both sums: others may come from a proxy.
-        question: Hash of the request that was sent.
-        body: Response body.
-    """
-    asked, told = sums
-    if status == 200 and (asked is None or told is None):
-        return "a response without checksums: install the same version of distill on both sides"
-    if asked is not None and asked != question:
-        return f"a response to another request: expected {question}, got {asked:.40}"
-    if told is not None and told != (found := checksum([body])):
-        return f"a damaged response: expected the checksum {told:.40}, got {found}"
+    if told is None:
+        return (
+            None
+            if status != 200
+            else ("a response without a checksum: install the same version of distill on both sides")
+        )
+    found = checksum(target, body, [answer])
+    if told != found:
+        return f"a damaged response, or one to another request: expected the checksum {told:.40}, got {found}"
     return None

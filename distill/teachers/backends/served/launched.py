@@ -3,10 +3,11 @@
     with launched_servers(recipe, device, sharded=False):       # on every process of the run
         teacher = LaunchedPlan(recipe).open(context, vocabulary)
 
-The first process of the run starts one server a GPU, each with a copy, or one over all of them that holds shards; they
-load while the run reads its data. All processes of the run query them over loopback, with a token made for the run. The
-servers are killed when the context ends, and end at once when the process that started them is gone; where one of them
-ends, the last line of its standard error is the reason that the run reports.
+The first process of the run starts one server a GPU, each with a copy, or one over all of them that holds shards, whose
+processes torchrun starts and ends; they load while the run reads its data. All processes of the run query them over
+loopback, with a token made for the run. The servers are killed when the context ends, and end at once when the process
+that started them is gone; where one of them ends, the last line of its standard error is the reason that the run
+reports.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from distill.teachers.backends.local import LocalPlan
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
+from distill.teachers.backends.served.teacher_client import DistillProtocol, TargetSpec, TeacherClient
 from distill.teachers.base import Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.load_context import LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
 FIELD = "parallel.teacher"
-LOOKS_S = 0.02
+POLL_SECONDS = 0.02
 LEAST_TOKENS = 65_536  # of a request that a server takes
 LAUNCH = (
     "RANK",
@@ -72,12 +73,12 @@ class Child(NamedTuple):
 
     Attributes:
         pid: Process id on this machine.
-        address: File that it writes its address to once it responds; None for the later processes of a sharded teacher.
+        address: File that it writes its address to once it responds.
         errors: File with its standard error.
     """
 
     pid: int
-    address: str | None
+    address: str
     errors: str
 
 
@@ -85,16 +86,18 @@ class LaunchedServers:
     """The teacher servers of this run, in any of its processes.
 
     Args:
-        children: Server processes.
+        children: Server processes; of a sharded teacher the one that has started the others.
         token: Bearer token that the servers require.
-        sharded: True if the processes hold shards of one teacher, False if each holds a replica.
+        count: Number of processes that hold replicas or shards.
+        sharded: True if they hold shards of one teacher, False if each holds a replica.
     """
 
     current: LaunchedServers | None = None  # of this process, while a run with such servers goes on
 
-    def __init__(self, children: list[Child], token: str, sharded: bool) -> None:
+    def __init__(self, children: list[Child], token: str, count: int, sharded: bool) -> None:
         self.children = children
         self.token = token
+        self.count = count
         self.sharded = sharded
         self._codes: dict[int, subprocess.Popen[bytes]] = {}  # of the process that started them
 
@@ -113,32 +116,41 @@ class LaunchedServers:
         process = self._codes.get(child.pid)
         return None if process is None else process.wait()
 
-    def urls(self) -> tuple[str, ...]:
+    def urls(self, seconds: float) -> tuple[str, ...]:
         """Return the addresses of all servers, once each of them answers; called by every process of the run.
+
+        Args:
+            seconds: Time for them to load the teacher (`parallel.teacher_timeout`).
 
         Raises:
             ValueError: the user's input that a server could not use.
-            TeacherUnavailableError: a server has ended.
+            TeacherUnavailableError: a server has ended, or has not loaded the teacher in time.
         """
-        found, fault, by_user = broadcast_from_rank0(self._wait)
+        found, fault, by_user = broadcast_from_rank0(lambda: self._wait(seconds))
         if fault is not None:
             raise ValueError(fault) if by_user else TeacherUnavailableError(fault, agreed=True)
         return found
 
-    def _wait(self) -> tuple[tuple[str, ...], str | None, bool]:
-        files = [Path(child.address) for child in self.children if child.address is not None]
+    def _wait(self, seconds: float) -> tuple[tuple[str, ...], str | None, bool]:
+        files = [Path(child.address) for child in self.children]
+        until = time.monotonic() + seconds
         while not all(file.exists() for file in files):
             fault = self.fault()
             if fault is not None:
                 ended = [child for child in self.children if not is_running(child.pid)]
                 wrong = next((child for child in ended if self._code(child) == USER_ERROR), None)
                 return (), fault if wrong is None else _last_line(wrong), wrong is not None
-            time.sleep(LOOKS_S)
+            if time.monotonic() > until:
+                late = next(child.pid for child, file in zip(self.children, files, strict=True) if not file.exists())
+                text = (
+                    f"parallel.teacher_timeout: the teacher server (process {late}) has not loaded the teacher within"
+                )
+                return (), f"{text} {seconds:g} s", False
+            time.sleep(POLL_SECONDS)
         return tuple(file.read_text(encoding="utf-8").strip() for file in files), None, False
 
 
 def _last_line(child: Child) -> str:
-    """Return the last line that a server wrote to standard error."""
     with contextlib.suppress(OSError):
         text = Path(child.errors).read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -164,7 +176,6 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
         return
     with contextlib.ExitStack() as stack:
         processes: dict[int, subprocess.Popen[bytes]] = {}
-        stores = list[torch.distributed.TCPStore]()  # rendezvous of servers that hold shards
 
         def start() -> tuple[list[Child], str]:
             visible = _visible_to(count, device, sharded)
@@ -173,19 +184,15 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
             stack.callback(_kill, processes)
             token = secrets.token_urlsafe(32)
             children = list[Child]()
-            if sharded:
-                stores.append(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-            for number in range(count):
-                launch = _launch(number, count, stores[0].port) if stores else {}
-                child = _started(recipe, folder, number, launch | visible[number] | {TOKEN_VARIABLE: token})
-                processes[child.pid] = child
-                leads = not sharded or number == 0
-                address = str(folder / f"address-{number}") if leads else None
-                children.append(Child(child.pid, address, str(folder / f"errors-{number}")))
+            for number, gpus in enumerate(visible):
+                process = _started(recipe, folder, number, count if sharded else 1, {**gpus, TOKEN_VARIABLE: token})
+                processes[process.pid] = process
+                address = str(folder / f"address-{number}")
+                children.append(Child(process.pid, address, str(folder / f"errors-{number}")))
             return children, token
 
         children, token = broadcast_from_rank0(start)
-        LaunchedServers.current = servers = LaunchedServers(children, token, sharded)
+        LaunchedServers.current = servers = LaunchedServers(children, token, count, sharded)
         servers._codes = processes
         try:
             yield
@@ -194,7 +201,10 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
 
 
 def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[str, str]]:
-    """Return the environment of each server that selects its GPUs, the last ones of this machine; empty on a CPU."""
+    """Return the environment of each server that selects its GPUs, the last ones of this machine; empty on a CPU.
+
+    A sharded teacher is one server, on all of them.
+    """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     if here != world_size():
         raise ValueError(
@@ -202,7 +212,7 @@ def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[st
             f"{world_size()} processes there, got {here}; start distill serve yourself and set teacher.type: server"
         )
     if device.type != "cuda":
-        return [{}] * count
+        return [{}] * (1 if sharded else count)
     gpus = torch.cuda.device_count()
     if gpus < here + count:
         raise ValueError(
@@ -212,27 +222,17 @@ def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[st
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(gpus)] if given is None else given.split(",")[:gpus]
     own = names[-count:]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(own) if sharded else name} for name in own]
+    own = [",".join(own)] if sharded else own
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in own]
 
 
-def _launch(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the environment of the process group of servers that hold shards."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _started(
+    recipe: Recipe, folder: Path, number: int, processes: int, more: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     """Start one server, in a session of its own: it gets no signals of this process's terminal."""
     file = folder / "teacher.yaml"
     if not file.exists():
-        held = Parallel(teacher="sharded" if "RANK" in more else "copied")
+        held = Parallel(teacher="sharded" if processes > 1 else "copied")
         student = recipe.student.model_copy(update={"vocabulary": "keep"})
         file.write_text(dump(recipe.model_copy(update={"parallel": held, "loss": Loss(), "student": student})))
     kept = {
@@ -253,6 +253,7 @@ def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str])
         str(tokens),
         "--address-file",
         str(folder / f"address-{number}"),
+        *(["--processes", str(processes)] if processes > 1 else []),
     ]
     with (folder / f"errors-{number}").open("wb") as errors:
         return subprocess.Popen(
@@ -288,13 +289,13 @@ class LaunchedTeacher(ServerTeacher):
 
     def __init__(self, source: LocalPlan, servers: LaunchedServers, context: LoadContext) -> None:
         section = source.section
-        http = Servers(ServerConfig(servers.urls(), servers.token, TIMEOUT_S, section.prefetch_depth))
+        urls = servers.urls(source.recipe.parallel.teacher_timeout)
+        http = Servers(ServerConfig(urls, servers.token, TIMEOUT_S, section.prefetch_depth))
         http.ended = servers.fault
         identity = http.identity()
         dtype = getattr(torch, identity.dtype)
         spec = TargetSpec(None, identity.rows, identity.hidden, dtype, "bucket", 1.0, "auto", True)
-        client = DistillClient(http, spec, identity.limits["logits"] or 1)
-        client.field = FIELD
+        client = TeacherClient(http, DistillProtocol(spec, identity.limits["logits"] or 1, FIELD))
         tensors = tensors_of(http.ask("GET", "/v1/head"))
         bias = tensors["bias"].to(context.device) if "bias" in tensors else None
         super().__init__(
@@ -309,7 +310,7 @@ class LaunchedTeacher(ServerTeacher):
         self._source = source
 
     def size_text(self) -> str:
-        count = len(self._servers.children)
+        count = self._servers.count
         sharded = self._servers.sharded
         where = plural(count, "GPU") if torch.cuda.is_available() else plural(count, "process")
         size = count_text(self._source.meta().shape.parameters)

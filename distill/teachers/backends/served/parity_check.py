@@ -49,16 +49,16 @@ def check_parity(teacher: LogitReading, query: TargetRequest) -> str:
     query = replace(query, rows=query.rows[:TOKENS])
     if len(query.rows) and (compared := teacher.client.parity(query)) is not None:
         return compared
-    if not teacher.client.most_logits or not len(query.rows):
-        why = "no token is trained on here" if teacher.client.most_logits else "it sends none"
+    if not teacher.client.protocol.most_logits or not len(query.rows):
+        why = "no token is trained on here" if teacher.client.protocol.most_logits else "it sends none"
         return f"its logits are not compared: {why}"
     expected = own_logits(teacher.client, query)
     off, allowed = _sparse(teacher, query, expected) if teacher.head is None else _dense(teacher, query, expected)
     if not off <= allowed:
         why = "" if teacher.head is None else _reason(teacher, query, expected, allowed)
         raise ValueError(
-            f"{teacher.client.field}: log-probabilities made here are off by {off:.2g} nats from the teacher's own, "
-            f"over {len(query.rows)} tokens ({allowed:.1g} is rounding): "
+            f"{teacher.client.protocol.field}: log-probabilities made here are off by {off:.2g} nats from the "
+            f"teacher's own, over {len(query.rows)} tokens ({allowed:.1g} is rounding): "
             f"{why or 'they are of other positions or columns'}"
         )
     return f"log-probabilities of {len(query.rows)} tokens are those of its own logits, to {off:.1g} nats"
@@ -66,7 +66,7 @@ def check_parity(teacher: LogitReading, query: TargetRequest) -> str:
 
 def own_logits(client: TeacherClient, query: TargetRequest) -> torch.Tensor:
     """Return fp32 logits [M, V] of the rows by the server's model, in as many requests as it needs."""
-    parts = np.array_split(query.rows, max(-(-len(query.rows) // client.most_logits), 1))
+    parts = np.array_split(query.rows, max(-(-len(query.rows) // client.protocol.most_logits), 1))
     return torch.cat([client.logits(replace(query, rows=rows)) for rows in parts])
 
 
@@ -91,7 +91,6 @@ def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
 
 
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
-    """Return fp32 logits [M, V] on the CPU."""
     weight, bias, _ = _head(teacher)
     return transform.applied(torch.nn.functional.linear(hidden.to(weight), weight, bias).float().cpu())
 

@@ -6,7 +6,7 @@
     POST /v1/logits              the same body; answer: `logits` float32 [M, V] by the model's own forward
     GET  /v1/identity /v1/head /v1/files    the identity; `weight` and `bias`; configuration and tokenizer as text
 
-Every answer of 200 carries checksums (`integrity.py`).
+Every answer of 200 carries a checksum (`integrity.py`).
 
 `rows` are the flat positions b * S + i whose next token is trained, ascending. Safetensors hold numbers and nothing
 else: no code, no paths. Bodies may be JSON of the same names, for use by hand; then the answer is JSON too.
@@ -30,7 +30,7 @@ import torch
 from distill.objectives.row_packing import DTYPES as PACKED
 from distill.objectives.row_packing import pack_hidden, unpack_hidden
 
-PROTOCOL = 2
+PROTOCOL = 3
 BINARY = "application/octet-stream"
 JSON = "application/json"
 TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`

@@ -24,9 +24,9 @@ from distill.recipe.models import EIGHT_BITS
 from distill.teachers.backends.served.client import ServerConfig, Servers, token_of
 from distill.teachers.backends.served.protocol import FILES, Identity, head_hash, tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
-from distill.teachers.backends.served.vllm import VllmClient, length_problems, served_model
-from distill.teachers.backends.served.vllm_hidden import VllmHiddenClient, load_ends
+from distill.teachers.backends.served.teacher_client import DistillProtocol, TargetSpec, TeacherClient
+from distill.teachers.backends.served.vllm import VllmLogprobs, length_problems, served_model
+from distill.teachers.backends.served.vllm_hidden import VllmHiddenStates, load_ends
 from distill.teachers.backends.stored.format import TEACHER, bytes_a_token
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.backends.stored.settings import default_tail
@@ -51,12 +51,10 @@ class ServerPlan(TeacherPlan):
 
     @functools.cached_property
     def servers(self) -> Servers:
-        """Client of the servers, made on first use."""
         return connect(self.section)
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """Identity of a `distill serve`."""
         return self.servers.identity()
 
     @functools.cached_property
@@ -202,20 +200,23 @@ class ServerPlan(TeacherPlan):
             spec = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32)
             cut = context.precision.teacher
             if self.section.folder is None:
-                vllm = VllmClient(self.servers, spec)
-                return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, cut)
+                logprobs = VllmLogprobs(spec)
+                identity = logprobs.identity(self.servers)
+                client = TeacherClient(self.servers, logprobs)
+                return ServerTeacher(client, identity, LogitTransform(), None, self.section, cut)
             ends = load_ends(self.section.loaded(), cut)
-            states = VllmHiddenClient(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
-            named = states.identity() | {"ends": ends.fingerprint}
-            teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
+            states = VllmHiddenStates(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
+            identity = states.identity(self.servers) | {"ends": ends.fingerprint}
+            client = TeacherClient(self.servers, states)
+            teacher = ServerTeacher(client, identity, ends.transform, ends.head, self.section, cut)
             teacher.move_to(context.device)
             return teacher
-        identity = self.identity
-        dtype = getattr(torch, self.identity.dtype)
+        served = self.identity
+        dtype = getattr(torch, served.dtype)
         extends = self.recipe.student.vocabulary == "extend"
-        columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
-        spec = TargetSpec.by(self.recipe, columns, identity.hidden, dtype)
-        return _opened(self.section, self.servers, identity, spec, context.device, context.precision.teacher)
+        columns = served.rows if self.section.top_k is None or extends else min(served.rows, student.vocabulary)
+        spec = TargetSpec.by(self.recipe, columns, served.hidden, dtype)
+        return _opened(self.section, self.servers, served, spec, context.device, context.precision.teacher)
 
 
 def reconnected(section_values: Mapping[str, Any], spec_values: Mapping[str, Any]) -> ServerTeacher:
@@ -254,7 +255,7 @@ def _opened(
         "softcap": identity.softcap,
         "server": identity.hash,
     }
-    client = DistillClient(servers, spec, identity.limits["logits"] or 1)
+    client = TeacherClient(servers, DistillProtocol(spec, identity.limits["logits"] or 1))
     return ServerTeacher(client, named, LogitTransform(identity.scale, identity.softcap), head, section, cut)
 
 

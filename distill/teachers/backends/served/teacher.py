@@ -31,12 +31,10 @@ MOST_PENDING = 4096  # answers that were not collected
 
 
 def query_of(batch: Batch) -> TargetRequest:
-    """Return the query to the servers for a collated batch."""
     return TargetRequest.of(batch, trained_rows(batch))
 
 
 def query_column(rows: object, batch: Batch, collator: object) -> dict[str, TargetRequest]:
-    """Return the query to the servers as a column of the batch."""
     return {SERVED: query_of(batch)}
 
 

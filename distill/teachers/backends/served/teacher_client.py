@@ -1,10 +1,15 @@
-"""Conversion of token rows into queries to servers, and of the answers into tensors; one client a protocol."""
+"""Client of a teacher's servers: rows of tokens become requests, and their answers the targets of each position.
+
+There is one client. What differs between `distill serve`, vLLM's log-probabilities and vLLM's hidden states (the
+requests for a query, and how an answer is read) is a `ServerProtocol`: `DistillProtocol` here, `VllmLogprobs` in
+`vllm.py`, `VllmHiddenStates` in `vllm_hidden.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +17,13 @@ from distill.core.errors import TeacherUnavailableError
 from distill.objectives.row_packing import unpack_top_k
 from distill.recipe import Recipe, ServedTeacherConfig
 from distill.teachers.backends.served.client import Servers, with_query
-from distill.teachers.backends.served.protocol import ProtocolError, TargetRequest, hidden_of, tensors_of
+from distill.teachers.backends.served.protocol import (
+    BINARY,
+    ProtocolError,
+    TargetRequest,
+    hidden_of,
+    tensors_of,
+)
 from distill.teachers.backends.stored.settings import default_tail
 
 TargetTensors = dict[str, torch.Tensor]
@@ -43,7 +54,6 @@ class TargetSpec(NamedTuple):
 
     @staticmethod
     def by(recipe: Recipe, columns: int, hidden: int, dtype: torch.dtype) -> TargetSpec:
-        """Return the outputs that a recipe requests."""
         section = recipe.teacher
         assert isinstance(section, ServedTeacherConfig)
         return TargetSpec(
@@ -58,7 +68,6 @@ class TargetSpec(NamedTuple):
         )
 
     def nothing(self) -> TargetTensors:
-        """Return the answer for no positions."""
         if self.top_k is None:
             return {"hidden": torch.zeros(0, self.hidden, dtype=self.dtype)}
         empty = torch.zeros(0)
@@ -85,8 +94,68 @@ class TargetSpec(NamedTuple):
         }
 
 
-class Answer(Protocol):
-    """Pending answer."""
+class WireRequest(NamedTuple):
+    """One HTTP request.
+
+    Attributes:
+        path: URL path with its query string.
+        body: Request body.
+        query: Positions that the answer is for.
+    """
+
+    path: str
+    body: bytes
+    query: TargetRequest
+
+
+class ServerProtocol:
+    """What one kind of server is sent, and how its answers are read.
+
+    Attributes:
+        spec: Outputs requested for each position.
+        content_type: Content type of request bodies.
+        most_logits: Maximum number of positions of a response with logits; 0 where the server sends none.
+        field: Field of the recipe that names the servers, for error messages.
+    """
+
+    spec: TargetSpec
+    content_type = BINARY
+    most_logits = 0
+    field = "teacher.url"
+
+    def requests(self, query: TargetRequest) -> Sequence[WireRequest]:
+        """Return the requests whose answers, one after the other, are those for the query's positions."""
+        raise NotImplementedError
+
+    def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
+        """Return the tensors in an answer's body, uint8 [bytes].
+
+        Raises:
+            TeacherUnavailableError: they are not what was requested.
+        """
+        raise NotImplementedError
+
+    def unrounded(self) -> ServerProtocol:
+        """Return the protocol that requests hidden states unrounded, whatever dtype `spec` has for sending them."""
+        return self
+
+    def parity(self, client: TeacherClient, query: TargetRequest) -> str | None:
+        """Compare with the server's own numbers where it sends no logits; return a summary, None without a comparison.
+
+        Raises:
+            ValueError: they differ.
+        """
+        return None
+
+    def file_bytes(self) -> int:
+        """Return the bytes that were received in files, apart from HTTP."""
+        return 0
+
+
+class Answer(NamedTuple):
+    """Pending answers to the requests of a query."""
+
+    parts: Sequence[Future[TargetTensors]]
 
     def result(self) -> TargetTensors:
         """Wait for `hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as in a
@@ -95,82 +164,69 @@ class Answer(Protocol):
         Raises:
             TeacherUnavailableError: the answer will not come, or has other contents.
         """
-        ...
+        parts = [part.result() for part in self.parts]
+        if len(parts) == 1:
+            return parts[0]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-class TeacherClient(Protocol):
-    """Client of one server protocol.
+class TeacherClient:
+    """Client of a teacher's servers.
 
-    Attributes:
-        spec: Outputs requested for each position.
-        most_logits: Maximum number of positions of a response with logits; 0 where the server sends none.
-        field: Field of the recipe that names the servers, for error messages.
+    Args:
+        servers: HTTP connections to them.
+        protocol: The protocol that they speak.
     """
 
-    spec: TargetSpec
-    most_logits: int = 0
-    field: str = "teacher.url"
+    def __init__(self, servers: Servers, protocol: ServerProtocol) -> None:
+        self.servers = servers
+        self.protocol = protocol
+
+    @property
+    def spec(self) -> TargetSpec:
+        return self.protocol.spec
 
     def ask(self, query: TargetRequest) -> Answer:
         """Send a query; return without waiting for its answer."""
-        ...
+        return Answer([self._submit(request) for request in self.protocol.requests(query)])
+
+    def _submit(self, request: WireRequest) -> Future[TargetTensors]:
+        protocol = self.protocol
+        positions = len(request.query.rows)
+
+        def read(body: torch.Tensor) -> TargetTensors:  # in the thread that received it
+            return require_valid(protocol.read(body, request.query), positions, protocol.spec, protocol.field)
+
+        return self.servers.submit(request.path, request.body, positions, read, protocol.content_type)
 
     def exact(self, query: TargetRequest) -> TargetTensors:
-        """Return `hidden` unrounded, whatever dtype `spec` has for sending it."""
-        return self.ask(query).result()
+        return TeacherClient(self.servers, self.protocol.unrounded()).ask(query).result()
 
     def logits(self, query: TargetRequest) -> torch.Tensor:
-        """Return fp32 logits [M, V] of the model's own forward, for at most `most_logits` rows."""
-        ...
+        """Return fp32 logits [M, V] of the model's own forward, for at most `protocol.most_logits` rows."""
+        return tensors_of(self.servers.fetch("POST", "/v1/logits", query.body()))["logits"]
 
     def parity(self, query: TargetRequest) -> str | None:
-        """Compare with the server's own numbers where it sends no logits; return a summary, None without a comparison.
-
-        Raises:
-            ValueError: they differ.
-        """
-        return None
+        """Compare with the server's own numbers where it sends no logits; see `ServerProtocol.parity`."""
+        return self.protocol.parity(self, query)
 
     def cost(self) -> float:
         """Return the bytes received per trained token."""
-        ...
-
-    def close(self) -> None:
-        """Stop sending queries."""
-        return
-
-
-class HttpTeacherClient(TeacherClient):
-    """A client over HTTP.
-
-    Attributes:
-        servers: HTTP connections to the servers.
-    """
-
-    servers: Servers
-
-    def logits(self, query: TargetRequest) -> torch.Tensor:
-        return tensors_of(self.servers.fetch("POST", "/v1/logits", query.body()))["logits"]
-
-    def cost(self) -> float:
-        return self.servers.received / max(self.servers.positions, 1)
+        return (self.servers.received + self.protocol.file_bytes()) / max(self.servers.positions, 1)
 
     def close(self) -> None:
         self.servers.close()
 
 
-class DistillClient(HttpTeacherClient):
-    """A client of `distill serve`."""
+class DistillProtocol(ServerProtocol):
+    """The protocol of `distill serve`; see `protocol.py`."""
 
-    def __init__(self, servers: Servers, spec: TargetSpec, most_logits: int) -> None:
-        self.servers = servers
+    def __init__(self, spec: TargetSpec, most_logits: int, field: str = ServerProtocol.field) -> None:
         self.spec = spec
         self.most_logits = most_logits
+        self.field = field
 
-    def exact(self, query: TargetRequest) -> TargetTensors:
-        return DistillClient(self.servers, self.spec._replace(send="auto", deterministic=True), 0).ask(query).result()
-
-    def ask(self, query: TargetRequest) -> Future[TargetTensors]:
+    def requests(self, query: TargetRequest) -> Sequence[WireRequest]:
         spec = self.spec
         params = (
             {"dtype": spec.send}
@@ -178,31 +234,25 @@ class DistillClient(HttpTeacherClient):
             else {"top_k": spec.top_k, "columns": spec.columns, "tail": spec.tail, "temperature": spec.temperature}
         )
         path = with_query("/v1/targets", deterministic=int(spec.deterministic), **params)
-        return self.servers.submit(path, query.body(), len(query.rows), lambda body: self.read(body, query))
+        return [WireRequest(path, query.body(), query)]
 
     def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
-        """Return the tensors in an answer's body.
-
-        Raises:
-            TeacherUnavailableError: they are not what was requested.
-        """
         spec = self.spec
         try:
             answer = tensors_of(body)
             if spec.top_k is None:
-                values = {"hidden": hidden_of(answer, spec.dtype)}
-            else:
-                values = unpack_top_k(answer, spec.columns)
+                return {"hidden": hidden_of(answer, spec.dtype)}
+            return unpack_top_k(answer, spec.columns)
         except (ProtocolError, KeyError, RuntimeError, ValueError) as error:
             raise TeacherUnavailableError(
-                f"teacher.url: an invalid response: {type(error).__name__}: {error}"
+                f"{self.field}: an invalid response: {type(error).__name__}: {error}"
             ) from None
-        return require_sound(values, len(query.rows), spec)
+
+    def unrounded(self) -> DistillProtocol:
+        return DistillProtocol(self.spec._replace(send="auto", deterministic=True), self.most_logits, self.field)
 
 
-def require_sound(
-    values: TargetTensors, positions: int, spec: TargetSpec, field: str = TeacherClient.field
-) -> TargetTensors:
+def require_valid(values: TargetTensors, positions: int, spec: TargetSpec, field: str) -> TargetTensors:
     """Return an answer, once its shapes are the requested ones and it is finite where it must be.
 
     Raises:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,19 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.teachers.backends.served.client import Servers
-from distill.teachers.backends.served.protocol import JSON, TargetRequest, documents
-from distill.teachers.backends.served.teacher_client import HttpTeacherClient, TargetSpec, TargetTensors, require_sound
+from distill.teachers.backends.served.protocol import JSON, Piece, TargetRequest, documents
+from distill.teachers.backends.served.teacher_client import (
+    ServerProtocol,
+    TargetSpec,
+    TargetTensors,
+    WireRequest,
+    require_valid,
+)
 
 # seconds between two checks; of silence until servers count as dead
 HEALTH_SECONDS = 1.0
 DEAD_SECONDS = 15.0
+COMPLETIONS = "/v1/completions"
 MOST_IDS = 1 << 31  # token ids are below
 LEAST = -1e4  # vLLM sends -9999 for a logprob of minus infinity
 # of one token; of a sum of probabilities: above is no rounding
@@ -114,62 +120,56 @@ class DeathWatch:
             return f"teacher.url: {who} answered at /health for {silent:.0f} s ({fault})"
 
 
-class VllmClient(HttpTeacherClient):
-    """A client of the completions endpoint of vLLM.
+class VllmLogprobs(ServerProtocol):
+    """The completions endpoint of vLLM with `prompt_logprobs`.
 
     Args:
-        servers: Servers of one and the same model.
         spec: Requested outputs; vLLM samples no tail tokens, so that `sampled` becomes `bucket`.
     """
 
-    def __init__(self, servers: Servers, spec: TargetSpec) -> None:
+    content_type = JSON
+
+    def __init__(self, spec: TargetSpec) -> None:
         assert spec.top_k is not None
         tail = "bucket" if spec.tail == "sampled" else spec.tail
-        self.servers = servers
         self.spec = spec._replace(tail=tail, deterministic=False)
         self.model = ""
 
-    def identity(self) -> dict[str, object]:
+    def identity(self, servers: Servers) -> dict[str, object]:
         """Return the identity of the served model, which must be the same on all servers.
 
         Raises:
             ValueError: a server is no vLLM, or they differ.
             TeacherUnavailableError: one gives fewer log-probabilities than are requested.
         """
-        identity = served_model(self.servers)
+        identity = served_model(servers)
         self.model = str(identity["id"])
         least = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
-        for body in self.servers.of_each("/v1/completions", "POST", self._question(least), JSON).values():
-            self.read(body, least)
-        self.servers.ended = DeathWatch(self.servers)  # from here on: a server that still starts is waited for
+        for body in servers.of_each(COMPLETIONS, "POST", self.question(least), JSON).values():
+            answer = torch.frombuffer(bytearray(body or b"?"), dtype=torch.uint8)
+            require_valid(self.read(answer, least), 1, self.spec, self.field)
+        servers.ended = DeathWatch(servers)  # from here on: a server that still starts is waited for
         return {**identity, "protocol": "vllm"}
 
-    def _question(self, query: TargetRequest) -> bytes:
-        question = {
-            "model": self.model,
-            "prompt": [piece.ids.tolist() for piece in _prompts(query)],
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": self.spec.top_k,
-        }
-        return json.dumps(question).encode()
+    def question(self, query: TargetRequest) -> bytes:
+        return json.dumps(
+            {
+                "model": self.model,
+                "prompt": [piece.ids.tolist() for piece in _prompts(query)],
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": self.spec.top_k,
+            }
+        ).encode()
 
-    def ask(self, query: TargetRequest) -> Future[TargetTensors]:
-        def read(body: torch.Tensor) -> TargetTensors:
-            return self.read(body.numpy().tobytes(), query)
+    def requests(self, query: TargetRequest) -> Sequence[WireRequest]:
+        return [WireRequest(COMPLETIONS, self.question(query), query)]
 
-        return self.servers.submit("/v1/completions", self._question(query), len(query.rows), read, JSON)
-
-    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
-        """Return the tensors in an answer's body.
-
-        Raises:
-            TeacherUnavailableError: they are not what was requested.
-        """
+    def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
         pieces = _prompts(query)
         k = self.spec.top_k or 0
         try:
-            choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))
+            choices = sorted(json.loads(body.numpy().tobytes())["choices"], key=lambda choice: int(choice["index"]))
             if len(choices) != len(pieces):
                 raise TeacherUnavailableError(f"teacher.url: expected {len(pieces)} choices, got {len(choices)}")
             rows = [
@@ -182,12 +182,8 @@ class VllmClient(HttpTeacherClient):
             raise TeacherUnavailableError(f"teacher.url: a response that is not vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
         _require_log_probabilities(logprobs, label)
-        return require_sound(
-            _completed(
-                torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(), torch.from_numpy(label).float()
-            ),
-            len(query.rows),
-            self.spec,
+        return _completed(
+            torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(), torch.from_numpy(label).float()
         )
 
 
@@ -203,12 +199,12 @@ def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
         )
 
 
-def _prompts(query: TargetRequest) -> list[Any]:
+def _prompts(query: TargetRequest) -> list[Piece]:
     """Return the documents up to the last trained token, whose log-probability is requested."""
     return documents(query, 0, beyond=1)
 
 
-def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
+def _checked(choice: Mapping[str, Any], piece: Piece) -> Piece:
     """Return the piece, once the answer has an entry for each of its tokens, the first of them empty."""
     entries = choice["prompt_logprobs"]
     if len(entries) != len(piece.ids) or entries[0] is not None:

@@ -21,8 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +42,12 @@ from distill.models.loading import load_config
 from distill.models.prune.pruning import cut_config
 from distill.recipe import TeacherConfig
 from distill.teachers.backends.served.client import Servers
-from distill.teachers.backends.served.protocol import JSON, Piece, TargetRequest, documents
-from distill.teachers.backends.served.teacher_client import TargetSpec, TargetTensors, require_sound
-from distill.teachers.backends.served.vllm import DeathWatch, VllmClient
+from distill.teachers.backends.served.protocol import TargetRequest, documents
+from distill.teachers.backends.served.teacher_client import TargetSpec, TargetTensors, TeacherClient, WireRequest
+from distill.teachers.backends.served.vllm import COMPLETIONS, DeathWatch, VllmLogprobs
 
-LOOKS_S = 0.002
+POLL_SECONDS = 0.002
+MOST_OFF = 0.1  # nats a token: half precision moves them by a tenth of that
 
 
 class Ends(NamedTuple):
@@ -105,73 +105,50 @@ def load_ends(section: TeacherConfig, dtype: torch.dtype) -> Ends:
     return Ends(norms[0], read_head(find_head(model)), probe_logits(model, "teacher"), fingerprint(model))
 
 
-class Parts(NamedTuple):
-    """Pending answers to a query's documents."""
-
-    parts: Sequence[Future[torch.Tensor]]
-    positions: int
-    spec: TargetSpec
-
-    def result(self) -> TargetTensors:
-        """Wait for the hidden states of all positions, in order.
-
-        Raises:
-            TeacherUnavailableError: one will not come, or has other contents.
-        """
-        hidden = torch.cat([part.result() for part in self.parts])
-        return require_sound({"hidden": hidden}, self.positions, self.spec)
+def _one_document_each(query: TargetRequest, beyond: int) -> list[TargetRequest]:
+    """Return a query for each document: the connector writes a file for each request, and an answer names one."""
+    return [
+        TargetRequest(piece.ids[None].astype(np.int32), None, piece.query.astype(np.int32))
+        for piece in documents(query, 0, beyond)
+    ]
 
 
-class VllmHiddenClient(VllmClient):
-    """A client of vLLM's completions endpoint and the folder that its connector writes to.
+class VllmHiddenStates(VllmLogprobs):
+    """vLLM's completions endpoint and the folder that its connector writes to.
 
     Args:
-        servers: Servers of one and the same model.
+        servers: Servers of one and the same model, whose death ends the wait for a file.
         spec: Requested outputs: hidden states.
         folder: Path of the shared folder here; only the file names of the paths that a server reports are used.
         ends: Final norm and head of the model, which are computed here.
     """
 
     def __init__(self, servers: Servers, spec: TargetSpec, folder: Path, ends: Ends) -> None:
-        super().__init__(servers, spec._replace(top_k=1))  # for `parity`
-        self.logprobs = self.spec
+        super().__init__(spec._replace(top_k=1))
         self.spec = spec._replace(deterministic=False)
+        self.servers = servers
         self.folder = folder
         self.ends = ends
         self.read_bytes = 0
         if not folder.is_dir():
             raise ValueError(f"teacher.folder: expected the folder that vLLM's connector writes to, got {folder}")
 
-    def _question(self, query: TargetRequest) -> bytes:
-        question: dict[str, Any] = json.loads(super()._question(query))
-        return json.dumps({n: v for n, v in question.items() if n != "prompt_logprobs"}).encode()
+    def question(self, query: TargetRequest) -> bytes:
+        question: dict[str, Any] = json.loads(super().question(query))
+        del question["prompt_logprobs"]
+        return json.dumps(question).encode()
 
-    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
-        """Return the hidden states of one document, all of whose positions are requested."""
-        return {"hidden": self._hidden(body, query.ids[0])}
+    def requests(self, query: TargetRequest) -> Sequence[WireRequest]:
+        return [WireRequest(COMPLETIONS, self.question(one), one) for one in _one_document_each(query, 0)]
 
-    def ask(self, query: TargetRequest) -> Parts:  # type: ignore[override]
-        def read(answer: bytes, one: TargetRequest) -> torch.Tensor:
-            return self._hidden(answer, one.ids[0])[torch.from_numpy(one.rows)]
-
-        pieces = documents(query)
-        return Parts([self._submit(self, piece, read) for piece in pieces], len(query.rows), self.spec)
-
-    def _submit(
-        self, asker: VllmClient, piece: Piece, read: Callable[[bytes, TargetRequest], torch.Tensor]
-    ) -> Future[torch.Tensor]:
-        """Send one document as `asker` does: for each request the connector writes a file, which `read` deletes."""
-        one = TargetRequest(piece.ids[None].astype(np.int32), None, piece.query.astype(np.int32))
-
-        def parsed(body: torch.Tensor) -> torch.Tensor:
-            return read(body.numpy().tobytes(), one)
-
-        return self.servers.submit("/v1/completions", asker._question(one), len(one.rows), parsed, JSON)
+    def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
+        """Return the hidden states of one document, and delete the file that had them."""
+        return {"hidden": self._hidden(body, query.ids[0])[torch.from_numpy(query.rows)]}
 
     @torch.no_grad()
-    def _hidden(self, body: bytes, ids: np.ndarray) -> torch.Tensor:
+    def _hidden(self, body: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
         """Return hidden states [tokens, H] of a document, after the final norm, from the file that an answer names."""
-        found = self._loaded(self._file_of(body))
+        found = self.load(self.file_of(body))
         states = found.get("hidden_states")
         tokens = found.get("token_ids")
         if states is None or tokens is None or states.dim() != 3 or states.shape[2] != self.spec.hidden:
@@ -184,17 +161,18 @@ class VllmHiddenClient(VllmClient):
             raise TeacherUnavailableError("teacher.folder: a file of other tokens than requested")
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
-    def _file_of(self, body: bytes) -> Path:
+    def file_of(self, body: torch.Tensor) -> Path:
         """Return the path of the file that an answer names, on this machine."""
         try:
-            return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
+            answer = json.loads(body.numpy().tobytes())
+            return self.folder / Path(answer["kv_transfer_params"]["hidden_states_path"]).name
         except (ValueError, KeyError, TypeError, RecursionError):
             raise TeacherUnavailableError(
                 "teacher.folder: a response without kv_transfer_params.hidden_states_path: start vLLM with the method "
                 "extract_hidden_states and its ExampleHiddenStatesConnector"
             ) from None
 
-    def _loaded(self, path: Path) -> dict[str, torch.Tensor]:
+    def load(self, path: Path) -> dict[str, torch.Tensor]:
         """Return the tensors of a file once it is written, and delete it.
 
         Raises:
@@ -214,27 +192,28 @@ class VllmHiddenClient(VllmClient):
                 fault = fault_of_servers()
                 if fault is not None:
                     raise TeacherUnavailableError(f"{fault}, and {path} was not written") from None
-                time.sleep(LOOKS_S)
+                time.sleep(POLL_SECONDS)
         self.read_bytes += path.stat().st_size
         for file in (path, lock):
             file.unlink(missing_ok=True)
         return found
 
-    def cost(self) -> float:
-        return (self.servers.received + self.read_bytes) / max(self.servers.positions, 1)
+    def file_bytes(self) -> int:
+        return self.read_bytes
 
-    def parity(self, query: TargetRequest) -> str:
+    def parity(self, client: TeacherClient, query: TargetRequest) -> str:
         """Compare the server's own log-probabilities of the next tokens with those computed from its hidden states.
 
         Raises:
             ValueError: they differ: layers, norm, head or soft cap are not the server's.
         """
+        own_logprobs = TeacherClient(client.servers, _LogprobsWithFiles(self))
         try:
-            expected = self._label_log_probs(query).double()
+            expected = own_logprobs.ask(query).result()["label_logprob"].double()
         except TeacherUnavailableError as refused:
             return f"its log-probabilities are not compared: {refused}"
         weight, bias, _ = self.ends.head
-        hidden = self.ask(query).result()["hidden"]
+        hidden = client.ask(query).result()["hidden"]
         z = nn.functional.linear(hidden.to(weight), weight, bias).double() * self.ends.transform.scale
         cap = self.ends.transform.softcap
         z = z if cap is None else cap * torch.tanh(z / cap)
@@ -247,20 +226,21 @@ class VllmHiddenClient(VllmClient):
             )
         return f"log-probabilities of {len(own)} tokens are the server's own, to {off:.1g} nats"
 
-    def _label_log_probs(self, query: TargetRequest) -> torch.Tensor:
-        """Return the server's own log-probabilities of the next tokens, float32 [rows]."""
-        asker = VllmClient(self.servers, self.logprobs)
-        asker.model = self.model
 
-        def read(answer: bytes, one: TargetRequest) -> torch.Tensor:
-            self._loaded(self._file_of(answer))
-            return asker.read(answer, one)["label_logprob"]
+class _LogprobsWithFiles(VllmLogprobs):
+    """The log-probabilities of a server whose connector writes a file for each request, which is deleted."""
 
-        asked = [self._submit(asker, piece, read) for piece in documents(query, 0, beyond=1)]
-        return torch.cat([each.result() for each in asked])
+    def __init__(self, states: VllmHiddenStates) -> None:
+        super().__init__(states.spec._replace(top_k=1))
+        self.model = states.model
+        self.states = states
 
+    def requests(self, query: TargetRequest) -> Sequence[WireRequest]:
+        return [WireRequest(COMPLETIONS, self.question(one), one) for one in _one_document_each(query, 1)]
 
-MOST_OFF = 0.1  # nats a token: half precision moves them by a tenth of that
+    def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
+        self.states.load(self.states.file_of(body))
+        return super().read(body, query)
 
 
 @contextlib.contextmanager
