@@ -381,7 +381,7 @@ class Run:
         first_rows = list(itertools.islice(splits.validation, trainer.args.per_device_eval_batch_size))
         first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         objective = trainer.objective
-        lines = pair.teacher.validate_first_batch(first, objective.student, objective.pairing)
+        lines = pair.teacher.validate_first_batch(first, objective.student, objective.alignment)
         lines += first_batch_report(trainer, first, splits.train, self.recipe)
         if runs_our_kernels(device) and not prepared.plan.placement.student_sharded:
             from distill.teachers.kernels import join_models

@@ -104,10 +104,10 @@ def _calls(rng: random.Random, number: int, thinks: float) -> list[Message]:
 
 def faults_of(template: ChatTemplate, talk: Conversation, train_on: str) -> list[str] | None:
     """Return what is trained wrongly; None where the row is dropped."""
-    from distill.data.formats import Format
+    from distill.data.formats import RowFormat
 
     try:
-        sample = Format("chat", {"messages": "messages"}).sample({"messages": talk.messages, "tools": talk.tools})
+        sample = RowFormat("chat", {"messages": "messages"}).sample({"messages": talk.messages, "tools": talk.tools})
         assert sample.messages is not None
         made = template.for_training(sample.messages, sample.tools, ChatOptions(train_on))  # type: ignore[arg-type]
     except RowFault:

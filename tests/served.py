@@ -13,7 +13,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.models.head import last_hidden
 from distill.recipe import parse
-from distill.serving.app import Limits, make_app
+from distill.serving.app import RequestLimits, make_app
 from distill.serving.connections import DEFAULT_TIMEOUTS
 from distill.serving.open import open_engine, running
 from distill.teachers.backends.served.protocol import TargetRequest
@@ -62,7 +62,7 @@ def engine_in(folder: Path, *overrides: str, most_tokens: int = 4096):
 @contextlib.contextmanager
 def serving(engine, token: str | None = None, timeouts=DEFAULT_TIMEOUTS, tls=None, **limits):
     """The engine behind HTTP; yields the address."""
-    app = make_app(engine, token, Limits(**{"tokens": 4096, "budget": 2048, "waiting": 1 << 16} | limits))
+    app = make_app(engine, token, RequestLimits(**{"tokens": 4096, "budget": 2048, "waiting": 1 << 16} | limits))
     with running(app, timeouts=timeouts, tls=tls) as url:
         yield url
 

@@ -11,7 +11,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_tokenizers import WORDS, readers
 
 from distill.commands.cache_epoch import load, make_cache
-from distill.data.formats import Format
+from distill.data.formats import RowFormat
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
@@ -22,7 +22,7 @@ from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.launched import Child, LaunchedPlan, LaunchedServers, LaunchedTeacher
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Fills, Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.backends.student import AveragedTeacher
@@ -77,7 +77,7 @@ def several(loss=None, weights=(3.0, 1.0)):
 def read_by_two(student="pieces", teacher="merged"):
     """Rows of two documents each as two tokenizers read them."""
     both = readers(student, teacher)
-    encoder = PairEncoder(*both, Format("text", {"text": "text"}), max_length=30)
+    encoder = PairEncoder(*both, RowFormat("text", {"text": "text"}), max_length=30)
     pairs, _ = encoder([(0, {"text": WORDS[:160]}), (1, {"text": WORDS[200:330]}), (2, {"text": WORDS[-120:]})])
     documents = []
     for pair in pairs:
@@ -140,7 +140,7 @@ class Caches:
         place = self.folder / "-".join(map(str, (temperature, *settings.values())))
         if place not in self.stored:
             loaded = load(self.recipe(f"loss.temperature={temperature}"))
-            make_cache(loaded, place, Settings(**settings).checked(), say=lambda line: None, progress=Silent)
+            make_cache(loaded, place, CacheOptions(**settings).checked(), say=lambda line: None, progress=Silent)
             self.stored[place] = Store(place), loaded.splits.train
         return self.stored[place]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from two_tokenizers import BYTES, PIECES, PLAIN_PIECES, SPELLED, TOKENIZERS, WORDS, readers
 
 from distill.data.chat import ChatOptions
-from distill.data.formats import Sample
+from distill.data.formats import ConversationSample
 from distill.teachers.rows.retokenised.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
 
 # SentencePiece cannot tell U+2581 from a space; "<" could begin one of its bytes' names
@@ -102,7 +102,7 @@ def test_a_turn_ends_before_what_closes_it_however_long_its_gaps():
     (reader, _), gap = readers("bytes", "bytes", (CHAT_TEMPLATE, None)), " " * 40_000
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f" a{gap}<|end|>b <|end|> "}]
     start = time.process_time()
-    (example,) = reader.chat(Sample(messages=chat), ChatOptions(), 100_000).examples
+    (example,) = reader.chat(ConversationSample(messages=chat), ChatOptions(), 100_000).examples
     text, (part,) = example.text, reader.parts(example)
     assert text[part.start : part.stop] == f"a{gap}<|end|>b" and part.closing is None
     assert time.process_time() - start < 5, "time grows with the square of the gap"

@@ -14,8 +14,8 @@ from test_on_policy import COLLATE, packed, pairs
 from tiny import save_models
 
 from distill.data.packing import Documents, Ragged, best_fit
-from distill.generation.decode_loop import Engine, Generated
-from distill.generation.documents import Document, documents_of
+from distill.generation.decode_loop import DecodeEngine, Generated
+from distill.generation.documents import RolloutDocument, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
@@ -23,7 +23,7 @@ from distill.run import run
 from distill.training.progress import read_metrics
 
 
-class Long(Engine):
+class Long(DecodeEngine):
     """Answers that are as long as they may be."""
 
     def run(self, request):
@@ -50,7 +50,7 @@ def columns(lists):
     st.integers(0, 3),
 )
 def test_room_is_what_the_longest_answer_takes(learned, new, more):
-    """The reserved length matches the batch's `Document`, without the template's tokens after a response."""
+    """The reserved length matches the batch's `RolloutDocument`, without the template's tokens after a response."""
     labels = [[-100, *(7 if each else -100 for each in document), 7] for document in learned]
     ids = [[7] * len(each) for each in labels]
     teacher = [[7] * (len(each) + more) for each in labels]
@@ -62,7 +62,7 @@ def test_room_is_what_the_longest_answer_takes(learned, new, more):
     )
     room = documents.lengths_with_answers(new, 14)
     for own, other, label, found in zip(ids, teacher, labels, room.tolist(), strict=True):
-        prompt = Document(own, label, 0, other).prompt_length
+        prompt = RolloutDocument(own, label, 0, other).prompt_length
         assert found == max(len(other), min(prompt + new, 14))
 
 

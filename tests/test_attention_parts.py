@@ -7,7 +7,7 @@ import torch
 from distill_kernels.attention import flash, flash_backward
 from distill_kernels.attention.flash import flash_attention, forward_on_triton
 from distill_kernels.attention.flash_backward import backward_on_triton
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import reference_mask
 from distill_kernels.attention.reference import reference_attention
 from distill_kernels.attention.split_kv import MAX_PARTS, max_keys, part_count
@@ -33,7 +33,7 @@ MASKS = {
 def masking_of(options, size, device):
     documents = options.get("documents")
     cu = None if documents is None else torch.tensor(documents, dtype=torch.int32, device=device)
-    return Masking(options.get("causal", True), size**-0.5, options.get("window"), options.get("softcap"), cu, cu)
+    return ScoreSettings(options.get("causal", True), size**-0.5, options.get("window"), options.get("softcap"), cu, cu)
 
 
 def in_parts(tensors, masking, parts):
@@ -82,7 +82,7 @@ def test_more_parts_than_tiles(kernel_device):
 
 def test_bits_repeat_and_large_scores_stay_finite(kernel_device):
     tensors = draw((1, 2, 1, 40, 70, 16), torch.bfloat16, kernel_device)
-    first, second = (in_parts(tensors, Masking(True, 100.0), 4) for _ in range(2))
+    first, second = (in_parts(tensors, ScoreSettings(True, 100.0), 4) for _ in range(2))
     assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(first, second, strict=True))
 
 
@@ -102,7 +102,7 @@ def test_few_programs_are_cut(kernel_device, monkeypatch, queries, keys, cut):
     if kernel_device.type == "cpu":
         assert [parts > 1 for parts in counted] == cut
     exact = gradients(
-        lambda *x: reference_attention(*x, Masking(False, 0.25))[0], *(x.double() for x in (q, k, v, dout))
+        lambda *x: reference_attention(*x, ScoreSettings(False, 0.25))[0], *(x.double() for x in (q, k, v, dout))
     )
     for mine, right in zip(ours, exact, strict=True):
         assert relative_error(mine, right) < 2e-6

@@ -6,7 +6,7 @@ import pytest
 import torch
 from distill_kernels.attention.flash import flash_attention, forward_on_triton
 from distill_kernels.attention.flash_backward import backward_on_triton
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.reference import kept_scores, reference_attention, reference_attention_backward
 from distill_kernels.primitives.decode import decode_attention
 from grids import pairwise
@@ -52,7 +52,7 @@ def masking_of(options, size, device):
     documents = options.get("documents")
     cu = None if documents is None else torch.tensor(documents, dtype=torch.int32, device=device)
     settings = {name: value for name, value in options.items() if name != "documents"}
-    return Masking(**{"causal": True, "scale": size**-0.5} | settings, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    return ScoreSettings(**{"causal": True, "scale": size**-0.5} | settings, cu_seqlens_q=cu, cu_seqlens_k=cu)
 
 
 def ours(masking):
@@ -144,7 +144,7 @@ def test_queries_without_keys_give_zeros_and_no_gradient(kernel_device):
 def test_a_sink_of_minus_infinity_has_no_effect(kernel_device):
     q, k, v, dout = draw((1, 2, 1, 75, 20, 16), torch.float32, kernel_device)  # some rows see nothing
     sinks = torch.full((2,), float("-inf"), device=kernel_device)
-    out, dq, dk, dv, dsinks = gradients(ours(Masking(True, 0.25)), q, k, v, sinks, dout)
+    out, dq, dk, dv, dsinks = gradients(ours(ScoreSettings(True, 0.25)), q, k, v, sinks, dout)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     plain = flash_attention(*leaves, scale=0.25)
     for one, other in zip((out, dq, dk, dv), (plain, *torch.autograd.grad(plain, leaves, dout)), strict=True):
@@ -156,7 +156,7 @@ def test_a_sink_of_minus_infinity_has_no_effect(kernel_device):
 def test_sinks_far_from_the_scores_stay_finite(kernel_device, sink):
     q, k, v, dout = draw((1, 2, 1, 40, 40, 16), torch.float32, kernel_device)
     sinks = torch.full((2,), sink, device=kernel_device)
-    out, *grads = gradients(ours(Masking(True, 0.25)), q, k, v, sinks, dout)
+    out, *grads = gradients(ours(ScoreSettings(True, 0.25)), q, k, v, sinks, dout)
     assert all(torch.isfinite(value).all() for value in (out, *grads))
     assert bool(out.any()) == (sink < 0)
 
@@ -165,7 +165,7 @@ def test_sinks_far_from_the_scores_stay_finite(kernel_device, sink):
 def test_the_references_gradient_is_the_definitions(name):
     q, k, v, dout = (x.double() for x in draw((2, 4, 2, 30, 41, 8), torch.float32, "cpu"))
     sinks = sinks_of(4, torch.float64)
-    masking = Masking(**{"causal": True, "scale": 0.3} | MASKS[name], sinks=sinks)
+    masking = ScoreSettings(**{"causal": True, "scale": 0.3} | MASKS[name], sinks=sinks)
     out, lse = reference_attention(q, k, v, masking)
     exact = gradients(lambda *x: definition(*x, masking), q, k, v, sinks, dout)
     given = (out, *reference_attention_backward(dout, q, k, v, out, lse, masking))
@@ -175,13 +175,13 @@ def test_the_references_gradient_is_the_definitions(name):
 def test_gradients_repeat_to_the_bit(kernel_device):
     q, k, v, dout = draw((1, 4, 2, 70, 70, 16), torch.bfloat16, kernel_device)
     sinks = sinks_of(4, torch.bfloat16, kernel_device)
-    first, second = (gradients(ours(Masking(True, 0.25)), q, k, v, sinks, dout) for _ in range(2))
+    first, second = (gradients(ours(ScoreSettings(True, 0.25)), q, k, v, sinks, dout) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_gradient_of_sinks_alone(kernel_device):
     q, k, v, dout = draw((1, 4, 2, 40, 40, 16), torch.float32, kernel_device)
-    sinks, masking = sinks_of(4, device=kernel_device), Masking(True, 0.25)
+    sinks, masking = sinks_of(4, device=kernel_device), ScoreSettings(True, 0.25)
     (alone,) = torch.autograd.grad(ours(masking)(q, k, v, sinks.requires_grad_()), sinks, dout)
     assert torch.equal(alone, gradients(ours(masking), q, k, v, sinks, dout)[-1])
 
@@ -191,7 +191,7 @@ def test_gradient_of_sinks_alone(kernel_device):
 def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)
     cu = torch.tensor([0, 8, 20], device=kernel_device) if packed else None
-    sinks, masking = sinks_of(2, device=kernel_device), Masking(True, 0.25, None, None, cu, cu)
+    sinks, masking = sinks_of(2, device=kernel_device), ScoreSettings(True, 0.25, None, None, cu, cu)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     arguments = (*leaves, cu, cu, True, 0.25, None, None, sinks.clone().requires_grad_())
     torch.library.opcheck(torch.ops.distill.flash_attention, arguments)
@@ -242,7 +242,7 @@ def test_decoding_counts_a_sink_once(kernel_device, options, new, slots, dtype):
 
 def test_the_reference_of_decoding():
     q, k, v, _ = (x.double() for x in draw((2, 4, 2, 2, 40, 16), torch.float32, "cpu"))
-    lengths, sinks, masking = torch.tensor([40, 13]), sinks_of(4, torch.float64), Masking(True, 0.25, 9, 4.0)
+    lengths, sinks, masking = torch.tensor([40, 13]), sinks_of(4, torch.float64), ScoreSettings(True, 0.25, 9, 4.0)
     given = decode_attention(q, k, v, lengths, scale=0.25, window=9, softcap=4.0, sinks=sinks)
     for i, length in enumerate(lengths.tolist()):
         one = slice(i, i + 1)
@@ -279,7 +279,7 @@ def test_shapes_of_real_models_agree(device, size, heads, dtype, window):
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_with_other_sinks(device):
     q, k, v, dout = draw((1, 8, 2, 500, 500, 64), torch.bfloat16, device)
-    sinks, masking = sinks_of(8, torch.bfloat16, device), Masking(True, 0.125, 100)
+    sinks, masking = sinks_of(8, torch.bfloat16, device), ScoreSettings(True, 0.125, 100)
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
 
     def step():
@@ -304,7 +304,7 @@ def test_a_cuda_graph_replays_with_other_sinks(device):
 @pytest.mark.gpu
 def test_compiled_by_inductor(device):
     q, k, v, dout = draw((1, 8, 2, 300, 300, 64), torch.bfloat16, device)
-    sinks, masking = sinks_of(8, torch.bfloat16, device), Masking(True, 0.125, 100)
+    sinks, masking = sinks_of(8, torch.bfloat16, device), ScoreSettings(True, 0.125, 100)
     compiled = torch.compile(ours(masking), fullgraph=True)
     given, plain = (gradients(each, q, k, v, sinks, dout) for each in (compiled, ours(masking)))
     assert all(itertools.starmap(torch.equal, zip(given, plain, strict=True)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from served import engine_in, write_models
 
-from distill.serving.app import Limits
+from distill.serving.app import RequestLimits
 from scripts.bench import served
 
 pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
@@ -20,7 +20,7 @@ def engine(tmp_path_factory):
 @pytest.mark.full
 def test_rates_latencies_and_bytes(engine, limit):
     limit.setattr(served, "CLIENTS", (1, 8))
-    own, *rows = served.compare(engine, length=32, requests=24, limits=Limits(4096, 256, 1 << 16), shape="tiny")
+    own, *rows = served.compare(engine, length=32, requests=24, limits=RequestLimits(4096, 256, 1 << 16), shape="tiny")
     assert own.tokens_per_s == pytest.approx(8 * 32 / own.ms * 1e3)
     assert [row.candidate for row in rows] == ["1 client", "8 clients"]
     for row in rows:
@@ -39,4 +39,4 @@ def test_a_wrong_answer_is_not_timed(engine, monkeypatch):
     alone = engine._alone
     monkeypatch.setattr(engine, "_alone", lambda job: alone(job) + torch.tensor(1e-3))
     with pytest.raises(ValueError, match="not those of the teacher's own forward"):
-        list(served.compare(engine, length=32, requests=1, limits=Limits(4096, 256, 1 << 16), shape="tiny"))
+        list(served.compare(engine, length=32, requests=1, limits=RequestLimits(4096, 256, 1 << 16), shape="tiny"))

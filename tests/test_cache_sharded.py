@@ -28,7 +28,7 @@ from distill.planning.preflight import check
 from distill.teachers.backends.stored import epoch
 from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.maker import section_to_load
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Store
 
 RECIPE = """
@@ -102,7 +102,7 @@ def both(folder, device, *cases):
     assert loaded.backend.is_collective()
     plain, calls = loaded.backend.targets, []
     loaded.backend.targets = lambda batch: calls.append(len(batch["valid_rows"])) or plain(batch)
-    made = Settings(k=8, tail="bucket").checked()
+    made = CacheOptions(k=8, tail="bucket").checked()
     make_cache(loaded, Path("counted"), made, say=lambda line: None, progress=counts)
     found["calls"] = calls
     Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))

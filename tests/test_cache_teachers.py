@@ -19,7 +19,7 @@ from distill.models.quantised_checkpoints import is_quantised
 from distill.recipe import LocalTeacherConfig, parse
 from distill.run import run
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Store
 
 RECIPE = """
@@ -49,7 +49,7 @@ def cached(device, folder, *overrides, **settings):
     """The cache of every token's log-probability, unless told otherwise, and what it was made by."""
     recipe = parse(RECIPE, [f"train.device={device}", "train.deterministic=true", *overrides], name="tiny")
     loaded = load(recipe)
-    made = Settings(**({"k": 250, "dtype": "float32"} | settings)).checked()
+    made = CacheOptions(**({"k": 250, "dtype": "float32"} | settings)).checked()
     make_cache(loaded, Path(folder), made, say=lambda line: None, progress=silent)
     return loaded, Store(folder)
 

@@ -15,7 +15,7 @@ from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import Collator
 from distill.doctor.rows import split_row
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.documents import Document, as_row, documents_of
+from distill.generation.documents import RolloutDocument, as_row, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.recipe import Context, RecipeError, dump, load, parse
@@ -233,7 +233,7 @@ def test_what_a_mixtures_member_is_queried_for_is_padded_as_its_batch(side):
 def test_new_answers_follow_the_teachers_prompt():
     """Earlier turns of a conversation stay in the teacher's prompt."""
     ids, labels = [5, 6, 7, 8, 9, 10], [-100, -100, 7, 8, -100, 10]
-    document = Document(ids, labels, 0, [5, 99, 98, 6, 7, 8, 9, 10])
+    document = RolloutDocument(ids, labels, 0, [5, 99, 98, 6, 7, 8, 9, 10])
     made = document.with_response(document.prompt, [50, 51])
     assert made.ids == [5, 6, 7, 8, 9, 50, 51] and made.teacher_ids == [5, 99, 98, 6, 7, 8, 9, 50, 51]
     assert (document.length, document.prompt_length) == (8, 7)

@@ -4,7 +4,7 @@ import pytest
 from subjects import informed, informed_answering
 
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
-from distill.generation.documents import Document
+from distill.generation.documents import RolloutDocument
 from distill.teachers.rows.context.teacher import ContextTeacher
 
 
@@ -70,9 +70,9 @@ def test_a_teacher_that_reads_the_students_prompt_is_found(monkeypatch):
 
 def test_new_answers_after_another_prompt_are_found(monkeypatch):
     subject = informed_answering()
-    answered = Document.with_response
+    answered = RolloutDocument.with_response
     monkeypatch.setattr(
-        Document,
+        RolloutDocument,
         "with_response",
         lambda self, prompt, answer, *more: answered(self, self.teacher_ids[: len(prompt)], answer, *more),
     )

@@ -7,7 +7,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from grids import pairwise
 from helpers import assert_as_good_as_torch, realistic_heads
 
-from distill.doctor.reference_spans import Logits, dense_spans
+from distill.doctor.reference_spans import ReferenceLogits, dense_spans
 from distill.models.head import HeadWeights
 from distill.objectives import span_loss as cross_loss
 from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
@@ -70,7 +70,7 @@ def test_loss_and_gradient_follow_the_definition(shared, temperature, dtype, dev
     def dense(dtype):
         x, w, y, v = (t.detach().to(dtype).requires_grad_() for t in inputs[:4])
         spans, ids_s, ids_t, pairs = inputs[4:]
-        readings = Logits(x @ w.T, ids_s.tolist()), Logits((y @ v.T).detach(), ids_t.tolist())
+        readings = ReferenceLogits(x @ w.T, ids_s.tolist()), ReferenceLogits((y @ v.T).detach(), ids_t.tolist())
         losses = dense_spans(*readings, spans, pairs, recipe_loss(TERMS, temperature))
         return losses.mean(), *torch.autograd.grad(losses.mean(), (x, w))
 
@@ -124,7 +124,7 @@ def test_scale_cap_bias_and_lora():
     ours = loss, *torch.autograd.grad(loss * 3, leaves)
     z_s = 5 * torch.tanh(0.7 * (x @ (w + 0.5 * b @ a).T + bias) / 5)
     z_t = 9 * torch.tanh(1.3 * (y @ v.T + teacher_bias) / 9)
-    readings = Logits(z_s, ids_s.tolist()), Logits(z_t, ids_t.tolist())
+    readings = ReferenceLogits(z_s, ids_s.tolist()), ReferenceLogits(z_t, ids_t.tolist())
     dense = dense_spans(*readings, spans, pairs, recipe_loss(TERMS, 2.0)).mean()
     for mine, right in zip(ours, (dense, *torch.autograd.grad(dense * 3, leaves)), strict=True):
         assert_as_good_as_torch(mine, right, right, torch.float64)
@@ -147,7 +147,7 @@ def test_statistics_are_at_temperature_1():
     x, w, y, v, spans, ids_s, ids_t, pairs = inputs
     (_, stats), *_ = cross(*inputs, temperature=2.5, return_stats=True)
     soft = TERMS[:2]
-    readings = Logits(x @ w.T, ids_s.tolist()), Logits(y @ v.T, ids_t.tolist())
+    readings = ReferenceLogits(x @ w.T, ids_s.tolist()), ReferenceLogits(y @ v.T, ids_t.tolist())
     divergence = dense_spans(*readings, spans, pairs, recipe_loss(soft))
     with_text = recipe_loss([*soft, LossTerm("cross_entropy", 1.0)])
     text = dense_spans(*readings, spans, pairs, with_text) - divergence

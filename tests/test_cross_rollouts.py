@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from two_tokenizers import WORDS, readers
 
 from distill.data.collator import Collator
-from distill.data.formats import Format
-from distill.generation.documents import Document, as_row, documents_of
+from distill.data.formats import RowFormat
+from distill.generation.documents import RolloutDocument, as_row, documents_of
 from distill.recipe import parse
 from distill.run import run
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossColumns
-from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
+from distill.teachers.rows.retokenised.encode import PairEncoder, TokenisedReader
 from distill.training.progress import read_metrics
 
 SIDES = [("bytes", "merged"), ("merged", "bytes"), ("pieces", "bytes"), ("bytes", "pieces"), ("plain pieces", "pieces")]
@@ -112,7 +112,7 @@ def test_any_sampled_tokens_are_compared_at_common_bytes(student, teacher):
         row = as_row([own, again, own])
         found = documents_of(COLLATE([row]))
         assert len(found) == 2 + bool(again.spans)
-        assert found[-1] == Document(**{**vars_of(own), "spans": list(own.spans)})
+        assert found[-1] == RolloutDocument(**{**vars_of(own), "spans": list(own.spans)})
     assert aligned > 300
 
 
@@ -144,7 +144,7 @@ CLOSE = CHAT_TEMPLATE  # a line break ends its generation prompt, and the answer
 def test_each_template_has_its_own_space_before_an_answer(templates, drawn, read, alone):
     messages = CHAT[:1] if alone else CHAT[:2]
     sides = readers(templates=templates)
-    encoder = PairEncoder(*sides, Format("prompts" if alone else "chat", {"messages": "messages"}), max_length=400)
+    encoder = PairEncoder(*sides, RowFormat("prompts" if alone else "chat", {"messages": "messages"}), max_length=400)
     (pair,), _ = encoder([(0, {"messages": messages})])
     own = document_of(pair)
     answer = [*sides[0].tokenizer(drawn, add_special_tokens=False)["input_ids"], sides[0].closing()]
@@ -171,7 +171,7 @@ def test_positions_beyond_the_teachers_length_are_not_compared():
 def test_an_answer_is_compared_up_to_a_character_that_the_teacher_s_tokenizer_changes():
     own, sides = chat_document((CHAT_TEMPLATE, CLOSED))
     changing = with_normalizer(sides[1].tokenizer, normalizers.Replace("q", "k"))
-    reader = TeacherReader(sides[0], Reader(changing, sides[1].template, "teacher.model"))
+    reader = TeacherReader(sides[0], TokenisedReader(changing, sides[1].template, "teacher.model"))
     end = sides[0].closing()
     whole, cut = (
         own.with_retokenized_response(

@@ -15,7 +15,7 @@ from two_tokenizers import MERGED, PIECES, readers
 
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.doctor.reference_spans import Logits, dense_spans
+from distill.doctor.reference_spans import ReferenceLogits, dense_spans
 from distill.evaluation.evaluate import evaluate
 from distill.objectives.span_loss import Spans
 from distill.planning.devices import find_device
@@ -137,8 +137,8 @@ def test_objective_follows_the_definition(folders):
         )
         losses.append(
             dense_spans(
-                Logits(z_s, row["input_ids"]),
-                Logits(z_t, row["teacher_input_ids"]),
+                ReferenceLogits(z_s, row["input_ids"]),
+                ReferenceLogits(z_t, row["teacher_input_ids"]),
                 Spans(spans[:, :2], spans[:, 2:]),
                 objective.teacher.shared,
                 Loss(terms=[PlainTerm(type="forward_kl")], temperature=1.5),
@@ -185,7 +185,7 @@ def test_equal_models_have_nothing_to_learn(folders):
     output = student(**objective.student_inputs(batch))
     output["loss"].backward()
     assert output["loss"] < 1e-6 and max(p.grad.abs().max() for p in student.parameters()) < 1e-6
-    (line,) = objective.teacher.validate_first_batch(batch, student, objective.pairing)
+    (line,) = objective.teacher.validate_first_batch(batch, student, objective.alignment)
     assert line.split(maxsplit=1)[1].startswith("100.0% of the teacher's probability")
     # and it is the plain objective of one tokenizer
     objective.detach()

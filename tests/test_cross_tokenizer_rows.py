@@ -5,7 +5,7 @@ from tiny import CHAT_TEMPLATE
 from two_tokenizers import WORDS, readers
 
 from distill.data.chat import ChatOptions
-from distill.data.formats import Format
+from distill.data.formats import RowFormat
 from distill.teachers.rows.retokenised.encode import PairEncoder, end_pairs
 
 CLOSED = (
@@ -27,7 +27,7 @@ def encode(rows, *, max_length=64, train_on="all", **more):
     made = readers(**more)
     columns = {name: name for name in rows[0] if name in ("text", "prompt", "completion", "messages")}
     kind = "chat" if "messages" in columns else "prompt_completion" if "prompt" in columns else "text"
-    encoder = PairEncoder(*made, Format(kind, columns), max_length=max_length, options=ChatOptions(train_on))
+    encoder = PairEncoder(*made, RowFormat(kind, columns), max_length=max_length, options=ChatOptions(train_on))
     return *encoder(list(enumerate(rows))), made
 
 
@@ -82,7 +82,7 @@ def test_beginning_and_end_tokens_in_a_text_are_not_doubled(student, teacher):
     text = "<s>The teacher explains and the student listens.</s>"
     for row in ({"text": text}, {"prompt": text[:20], "completion": text[20:]}):
         kind = "text" if "text" in row else "prompt_completion"
-        encoder = PairEncoder(*made, Format(kind, {name: name for name in row}), max_length=64)
+        encoder = PairEncoder(*made, RowFormat(kind, {name: name for name in row}), max_length=64)
         ((pair,), _) = encoder([(0, row)])
         for reader, ids in zip(made, (pair.student, pair.teacher), strict=True):
             assert ids[0] == reader.beginning[0] and ids.tolist().count(ids[0]) == 1
@@ -94,7 +94,7 @@ def test_beginning_and_end_tokens_in_a_text_are_not_doubled(student, teacher):
         if "text" in row:
             assert said == text[3:].encode()
     long = "<s>" + "The teacher explains. " * 20
-    encoder = PairEncoder(*made, Format("text", {"text": "text"}), max_length=64)
+    encoder = PairEncoder(*made, RowFormat("text", {"text": "text"}), max_length=64)
     pairs, _ = encoder([(0, {"text": long})])
     assert len(pairs) > 1
     for reader, side in zip(made, zip(*(pair[:2] for pair in pairs), strict=True), strict=True):

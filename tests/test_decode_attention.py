@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.primitives import decode
 from distill_kernels.primitives.decode import (
@@ -51,7 +51,9 @@ def eager(q, k, v, lengths, masking):
 def check(shape, dtype, device, lengths, **options):
     q, k, v = draw(shape, dtype, device)
     lengths = torch.tensor(lengths, device=device)
-    masking = Masking(True, options.get("scale") or shape[-1] ** -0.5, options.get("window"), options.get("softcap"))
+    masking = ScoreSettings(
+        True, options.get("scale") or shape[-1] ** -0.5, options.get("window"), options.get("softcap")
+    )
     for i, length in enumerate(lengths.tolist()):  # slots behind the length must not matter
         k[i, :, length:] = float("nan")
         v[i, :, length:] = float("nan")
@@ -130,7 +132,7 @@ def test_an_empty_sequence_gives_zeros(kernel_device):
 
 def test_reference_on_the_cpu():
     q, k, v = draw((2, 4, 2, 2, 40, 16), torch.float64, "cpu")
-    lengths, masking = torch.tensor([40, 13]), Masking(True, 0.25, 9, 4.0)
+    lengths, masking = torch.tensor([40, 13]), ScoreSettings(True, 0.25, 9, 4.0)
     exact = eager(q, k, v, lengths, masking)
     assert relative_error(reference_decode_attention(q, k, v, lengths, masking), exact) < 1e-12
 

@@ -23,7 +23,7 @@ def drawn(device, dtype, *shape):
     return torch.randn(*shape, device=device).to(dtype)
 
 
-TILES = [fused_linear.Tile(16, 32), fused_linear.Tile(16, 16, 3), fused_linear.Tile(32, 64, 2)]
+TILES = [fused_linear.DecodeTile(16, 32), fused_linear.DecodeTile(16, 16, 3), fused_linear.DecodeTile(32, 64, 2)]
 
 
 @pytest.mark.plain(
@@ -144,7 +144,7 @@ def test_tokens_and_sequence_state(kernel_device, temperature, columns, dtype):
     """The tokens that sampling draws from the rounded logits, also where two logits are equal; and all of the books."""
     if dtype not in dtypes_on(kernel_device):
         pytest.skip("for the interpreter")
-    batch, inputs, tile = 5, 40, fused_linear.Tile(32, 32)
+    batch, inputs, tile = 5, 40, fused_linear.DecodeTile(32, 32)
     x, weight = drawn(kernel_device, dtype, batch, inputs), drawn(kernel_device, dtype, 203, inputs)
     weight[100:103] = weight[7:10]
     norm = 1 + 0.1 * drawn(kernel_device, dtype, inputs)

@@ -8,7 +8,7 @@ from dense_loss import ALL_TERMS, UNBOUNDED, dense_rows, softcap
 from distill_kernels import LossTerm, skew_kl
 from distill_kernels.losses.divergence import RowRequest, log_softmax, reference_rows
 from distill_kernels.losses.operands import RowCall
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.terms import Objective, TokenStats, make_objective
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
@@ -25,7 +25,7 @@ def relative_logits(z, temperature=1.0, dtype=torch.float32):
     shift = torch.where(shift == -math.inf, 0.0, shift)
     relative = padded - shift[:, :, None]
     totals = [(relative / t).exp().sum(-1).contiguous() for t in (temperature, 1.0)]
-    return Logits(relative.view(n, -1)[:, :vocab].to(dtype).contiguous(), shift, *totals)
+    return ChunkLogits(relative.view(n, -1)[:, :vocab].to(dtype).contiguous(), shift, *totals)
 
 
 def run_kernel(z, z_teacher, objective, labels=None, row_scale=None, rows=None, stats=False, gradient=True):

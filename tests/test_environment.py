@@ -15,7 +15,7 @@ from distill.commands.arguments import plugin_override
 from distill.data.chat import ChatTemplate
 from distill.data.collator import Collator
 from distill.data.source_rows import SourceRowColumn
-from distill.generation.decode_loop import Engine, Generated
+from distill.generation.decode_loop import DecodeEngine, Generated
 from distill.generation.documents import documents_of
 from distill.generation.environment import ChatFormat, Environment, EnvironmentFunction, EnvironmentLog
 from distill.generation.function_calls import FunctionInput
@@ -40,7 +40,7 @@ def ids_of(text):
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-class Scripted(Engine):
+class Scripted(DecodeEngine):
     """An engine that gives the next line of a script, by how many responses the prompt has already."""
 
     def __init__(self, script, ends=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from distill_kernels.attention import ranges
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import (
     cu_seqlens_from_position_ids,
     packed_ranges,
@@ -60,7 +60,7 @@ def check(shape, dtype, device, *, cu=None, seed=0, **options):
     q, k, v, dout = draw(shape, dtype, device, seed)
     if cu is not None:
         cu = torch.tensor(cu, dtype=torch.int32, device=device)
-    masking = Masking(
+    masking = ScoreSettings(
         options.get("causal", True),
         options.get("scale") or shape[-1] ** -0.5,
         options.get("window"),
@@ -151,7 +151,7 @@ def test_different_lengths_of_queries_and_keys(kernel_device):
     q, k, v, dout = draw((1, 2, 1, 30, 60, 16), torch.float32, kernel_device)
     cu_q = torch.tensor([0, 10, 10, 30], device=kernel_device)
     cu_k = torch.tensor([0, 25, 40, 60], device=kernel_device)
-    masking = Masking(True, 0.25, None, None, cu_q, cu_k)
+    masking = ScoreSettings(True, 0.25, None, None, cu_q, cu_k)
     ours = gradients(lambda *x: flash_attention(*x, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), q, k, v, dout)
     exact = gradients(lambda *x: reference_attention(*x, masking)[0], *(x.double() for x in (q, k, v, dout)))
     for mine, right in zip(ours, exact, strict=True):
@@ -175,7 +175,7 @@ def test_any_layout_gives_the_same(kernel_device, layout):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     ours = torch.autograd.grad(flash_attention(*leaves), leaves, dout)
     exact = gradients(
-        lambda *x: reference_attention(*x, Masking(True, 0.25))[0], *(x.double() for x in (q, k, v, dout))
+        lambda *x: reference_attention(*x, ScoreSettings(True, 0.25))[0], *(x.double() for x in (q, k, v, dout))
     )[1:]
     for mine, right in zip(ours, exact, strict=True):
         assert relative_error(mine, right) < 2e-6
@@ -287,7 +287,7 @@ def test_cu_seqlens_from_position_ids():
 def test_the_references_gradient_is_autograds(mask):
     q, k, v, dout = (x.double() for x in draw((2, 4, 2, 30, 41, 8), torch.float32, "cpu"))
     options = {"causal": True, "scale": 0.3, **MASKS[mask]}
-    masking = Masking(**options)
+    masking = ScoreSettings(**options)
     out, lse = reference_attention(q, k, v, masking)
     exact = gradients(lambda *x: reference_attention(*x, masking)[0], q, k, v, dout)[1:]
     ours = reference_attention_backward(dout, q, k, v, out, lse, masking)
@@ -297,7 +297,7 @@ def test_the_references_gradient_is_autograds(mask):
 def test_reference_equals_torch():
     q, k, v, _ = (x.double() for x in draw((2, 4, 2, 30, 30, 8), torch.float32, "cpu"))
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert relative_error(reference_attention(q, k, v, Masking(True, 8**-0.5))[0], theirs) < 1e-12
+    assert relative_error(reference_attention(q, k, v, ScoreSettings(True, 8**-0.5))[0], theirs) < 1e-12
 
 
 @pytest.mark.plain("False")

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distill.models.flops import count_flops
 from distill.models.head import attention_sizes
-from distill.models.shape import parameters_text, shape_of
+from distill.models.shape import model_sizes, parameters_text
 from scripts.families.configs import tiny_config
 
 # families whose attention is the plain one, which the formula of a pair of query and key describes
@@ -40,7 +40,7 @@ def test_only_a_tokens_own_experts_are_counted(family):
     tokens = ROWS * LENGTH
     expected = work.total(tokens, tokens, tokens * LENGTH)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
-    shape = shape_of(model)
+    shape = model_sizes(model)
     assert shape.active < shape.parameters
     assert "active per token" in parameters_text([shape])
 
@@ -52,6 +52,6 @@ def test_layers_that_differ_are_counted_by_the_widest():
 
 
 def test_a_dense_model_has_no_inactive_parameters():
-    shape = shape_of(tiny_model(tiny_tokenizer(259)))
+    shape = model_sizes(tiny_model(tiny_tokenizer(259)))
     assert shape.active == shape.parameters
     assert "active" not in parameters_text([shape])

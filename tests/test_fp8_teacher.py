@@ -40,7 +40,7 @@ def test_the_reported_divergences_are_those_of_the_logits():
             return model(**inputs).logits.double().flatten(0, 1)[keep].log_softmax(-1)
 
     before, of_student = log_p(teacher), log_p(student)
-    report = quantise_and_measure(teacher, objective.teacher.format, batch, student, objective.pairing)
+    report = quantise_and_measure(teacher, objective.teacher.format, batch, student, objective.alignment)
     after = log_p(teacher)
     linears = [module for module in teacher.modules() if isinstance(module, Fp8Linear)]
     assert len(linears) == report.layers == 14
@@ -131,7 +131,7 @@ def test_training_continues_with_the_quantised_teacher():
     objective = DistillationObjective(Fp8Teacher(teacher), student)
     batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
     exact = student(**objective.student_inputs(batch))["loss"].item()
-    (line,) = objective.teacher.validate_first_batch(batch, student, objective.pairing)
+    (line,) = objective.teacher.validate_first_batch(batch, student, objective.alignment)
     loss = student(**objective.student_inputs(batch))["loss"]
     loss.backward()
     assert loss.item() != exact and abs(loss.item() - exact) < 0.2 * exact

@@ -8,11 +8,11 @@ from distill_kernels.launch import DeviceFacts
 from distill_kernels.layers.glu import reference_glu
 from distill_kernels.matmul import gated
 from distill_kernels.matmul.gated import choose_gated_tile, gated_linear, interleave_rows, joined_weight
-from distill_kernels.primitives.tiled import DEPTH, Tile
+from distill_kernels.primitives.tiled import DEPTH, GemmTile
 from grids import pairwise
 from helpers import assert_as_good_as_torch
 
-SMALL = Tile(64, 64, 4, 2, 2)
+SMALL = GemmTile(64, 64, 4, 2, 2)
 
 
 def draw(rows, outputs, inputs, dtype, device):
@@ -61,7 +61,7 @@ def test_sizes_at_the_edges_of_tiles_give_the_reference(
     check(y, x, gate, up, biases if with_bias else (None, None), activation)
 
 
-@pytest.mark.parametrize("tile", [Tile(64, 32, 4, 2, 1), SMALL, SMALL._replace(group=64), SMALL._replace(group=0)])
+@pytest.mark.parametrize("tile", [GemmTile(64, 32, 4, 2, 1), SMALL, SMALL._replace(group=64), SMALL._replace(group=0)])
 def test_tiles_and_their_order(kernel_device, tile):
     """More blocks of rows than a group, a last group that is not full, and more tiles than programs."""
     x, gate, up, _ = draw(300, 136, 64, torch.bfloat16, kernel_device)

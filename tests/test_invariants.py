@@ -112,7 +112,7 @@ def test_a_check_leaves_the_models_as_they_were():
     for name, p in made.student.named_parameters():
         assert torch.equal(p, before[name]) and p.grad is None, name
     assert frozen == {name for name, p in made.student.named_parameters() if not p.requires_grad}
-    assert "forward" not in head.bare(made.student).__dict__
+    assert "forward" not in head.unwrap_peft(made.student).__dict__
 
 
 # ------------------------------------------------------------------ faults

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.reference import reference_attention
 from distill_kernels.primitives.kv_cache import KVCache, write_newest
 from helpers import relative_error
@@ -11,7 +11,7 @@ from helpers import relative_error
 def test_append_and_attend_equal_full_attention(kernel_device):
     batch, heads, kv_heads, size, total = 2, 4, 2, 16, 70
     q, k, v = (torch.randn(batch, h, total, size, device=kernel_device) for h in (heads, kv_heads, kv_heads))
-    full, _ = reference_attention(q.double(), k.double(), v.double(), Masking(True, 0.25))
+    full, _ = reference_attention(q.double(), k.double(), v.double(), ScoreSettings(True, 0.25))
     cache = KVCache(batch, 80, kv_heads, size, dtype=torch.float32, device=kernel_device)
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
@@ -33,7 +33,7 @@ def test_sequences_of_different_lengths(kernel_device):
     assert torch.equal(cache.keys[1, :9, 0], torch.cat([first[1, 0, :7], second[1, 0, :2]]))
     q = torch.randn(2, 3, 1, 16, device=kernel_device)
     keys = cache.keys[1:, :9].transpose(1, 2).double()
-    alone, _ = reference_attention(q[1:].double(), keys, keys, Masking(True, 0.25))
+    alone, _ = reference_attention(q[1:].double(), keys, keys, ScoreSettings(True, 0.25))
     assert relative_error(cache.attend(q)[1:], alone) < 1e-6
 
 

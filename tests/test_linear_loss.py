@@ -11,7 +11,7 @@ from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses.accumulate import add_transposed_matmul_
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.linear import reference_linear_divergence, row_scales
-from distill_kernels.losses.operands import Batch, Head, RequiredGrads
+from distill_kernels.losses.operands import Head, RequiredGrads, RowBatch
 from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE, fits_fused_projection
 from distill_kernels.losses.terms import make_objective
@@ -47,7 +47,7 @@ def fused(heads, terms, labels, scale, vocab, *, rows=None, wanted=None, biases=
     return fused_linear_divergence(
         Head(x, w, biases[0]),
         teacher,
-        Batch(labels, scale, rows),
+        RowBatch(labels, scale, rows),
         objective,
         wanted,
         vocab=vocab,
@@ -116,7 +116,7 @@ def test_full_vocabulary_equals_the_reference(device, rows, vocab):
     exact = reference_linear_divergence(
         Head(x, w),
         Head(xt, wt),
-        Batch(labels, scale.double(), None),
+        RowBatch(labels, scale.double(), None),
         objective,
         RequiredGrads(True, True),
         vocab=vocab,
@@ -169,7 +169,7 @@ def test_minus_infinity_in_a_bias_removes_a_token(kernel_device, path):
     x, w, xt, wt = heads
     student, teacher, objective = Head(x, w, biases[0]), Head(xt, wt, biases[1]), make_objective([KL])
     run = fused_linear_divergence if path == "fused" else reference_linear_divergence
-    arguments = (Batch(None, scale, None), objective, RequiredGrads(True, True))
+    arguments = (RowBatch(None, scale, None), objective, RequiredGrads(True, True))
     outcome = run(student, teacher, *arguments, vocab=300, dtype=x.dtype)
     few = run(Head(x, w[256:]), Head(xt, wt[256:]), *arguments, vocab=44, dtype=x.dtype)
     assert relative_error(outcome.loss, few.loss) < 1e-5
@@ -181,7 +181,7 @@ def test_padded_vocabulary_gets_no_probability_and_no_gradient(kernel_device, pa
     heads, labels, scale = setup(kernel_device, 6, 300, torch.bfloat16)
     labels = labels % 280
     run = fused_linear_divergence if path == "fused" else reference_linear_divergence
-    arguments = (Batch(labels, scale, None), make_objective(MIXED), RequiredGrads(True, True))
+    arguments = (RowBatch(labels, scale, None), make_objective(MIXED), RequiredGrads(True, True))
     x, w, xt, wt = heads
     cut = run(Head(x, w), Head(xt, wt), *arguments, vocab=280, dtype=x.dtype)
     bare = run(Head(x, w[:280]), Head(xt, wt[:280]), *arguments, vocab=280, dtype=x.dtype)
@@ -198,7 +198,7 @@ def test_valid_rows_give_the_same_as_ignored_labels(kernel_device, path):
     x, w, xt, wt = heads
     objective, wanted = make_objective(MIXED), RequiredGrads(True, True, stats=True)
     every, some = (
-        run(Head(x, w), Head(xt, wt), Batch(labels, scale, r), objective, wanted, vocab=300, dtype=x.dtype)
+        run(Head(x, w), Head(xt, wt), RowBatch(labels, scale, r), objective, wanted, vocab=300, dtype=x.dtype)
         for r in (None, rows)
     )
     assert relative_error(some.loss, every.loss) < 1e-6
@@ -207,7 +207,7 @@ def test_valid_rows_give_the_same_as_ignored_labels(kernel_device, path):
     for one, other in zip(some.stats, every.stats, strict=True):
         assert relative_error(one, other) < 1e-6
     nothing = run(
-        Head(x, w), Head(xt, wt), Batch(labels, scale * 0, rows[:0]), objective, wanted, vocab=300, dtype=x.dtype
+        Head(x, w), Head(xt, wt), RowBatch(labels, scale * 0, rows[:0]), objective, wanted, vocab=300, dtype=x.dtype
     )
     assert (nothing.loss == 0).all() and (nothing.hidden == 0).all() and (nothing.weight == 0).all()
 
@@ -229,7 +229,7 @@ def test_lora_on_the_head_equals_merged_weights(kernel_device, path):
     outcome = run(
         Head(x, w, None, a, b, 0.5),
         Head(xt, wt),
-        Batch(labels, scale, None),
+        RowBatch(labels, scale, None),
         make_objective(MIXED),
         RequiredGrads(hidden=True, lora_a=True, lora_b=True),
         vocab=300,
@@ -342,7 +342,7 @@ def test_padding_columns_hold_finite_numbers_for_cpu_gemms(monkeypatch, vocab, d
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "mm", mm)
     student, teacher = Head(*heads[:2], None, *low), Head(*heads[2:])
-    wanted, batch = RequiredGrads(True, True, lora_a=True, lora_b=True), Batch(labels, scale, None)
+    wanted, batch = RequiredGrads(True, True, lora_a=True, lora_b=True), RowBatch(labels, scale, None)
     with interpreted():
         fused_linear_divergence(
             student,

@@ -8,7 +8,7 @@ from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import plan as planning
 from distill_kernels.losses import projection
 from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, RequiredGrads
+from distill_kernels.losses.operands import Head, RequiredGrads, RowBatch
 from distill_kernels.losses.terms import make_objective
 from grids import pairwise
 from helpers import assert_as_promised, assert_parts, kernels_launched, realistic_heads, relative_error
@@ -151,7 +151,7 @@ def test_ignored_rows_get_zero_gradients(kernel_device, descriptors):
     x[7], x[0, 3] = float("inf"), float("nan")
     labels[2:6] = torch.tensor([300, -1, 10**12, -(10**12)])
     head, o = Head(x, w, bias), make_objective(HARD, **EVERYTHING)
-    batch, how = Batch(labels, scale, None), {"vocab": 300, "dtype": x.dtype, "descriptors": descriptors}
+    batch, how = RowBatch(labels, scale, None), {"vocab": 300, "dtype": x.dtype, "descriptors": descriptors}
     before = fused_linear_divergence(head, None, batch, o, ALL, **how)
     lse = fused_linear_divergence(head, None, batch, o, RequiredGrads(), **how).lse
     after = fused_linear_divergence(head, None, batch._replace(lse=lse), o, ALL, **how)
@@ -165,7 +165,7 @@ def test_gradient_error_is_only_the_rounding_of_the_result(kernel_device, dtype)
     """Exact GEMMs of exact logit gradients rounded to `dtype` have the same error; stored logits no less."""
     x, w, bias, labels, scale = inputs(kernel_device, 60, 1000, dtype, hidden=64)
     scale[labels == -100] = 0.0
-    head, o, batch = Head(x, w, bias), make_objective(HARD), Batch(labels, scale, None)
+    head, o, batch = Head(x, w, bias), make_objective(HARD), RowBatch(labels, scale, None)
     exact = dense(x, w, bias, labels, scale, torch.float64)[1:]
     lse = fused_linear_divergence(head, None, batch, o, RequiredGrads(), vocab=1000, dtype=dtype).lse
     z = torch.nn.functional.linear(x.double(), w.double(), bias.double())

@@ -19,7 +19,7 @@ from distill_kernels import (
     distillation_loss,
 )
 from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, RequiredGrads
+from distill_kernels.losses.operands import Head, RequiredGrads, RowBatch
 from distill_kernels.losses.terms import make_objective
 from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.operands import contiguous_rows
@@ -209,10 +209,10 @@ def test_unchecked_out_of_range_values_give_nan_for_their_row(kernel_device):
     objective = make_objective(MIXED)
     t["labels"][2], t["ids"][2, 1] = label, token
     run = functools.partial(fused_linear_divergence, required=wanted, vocab=V, dtype=torch.float32)
-    full = run(student, Head(t["xt"], t["wt"]), Batch(t["labels"], scale, None), objective)
+    full = run(student, Head(t["xt"], t["wt"]), RowBatch(t["labels"], scale, None), objective)
     soft = make_objective(MIXED[:1])
     some = [
-        run(student, None, Batch(None, scale, None, TopK(t["ids"], t["top"], tail)), soft)
+        run(student, None, RowBatch(None, scale, None, TopK(t["ids"], t["top"], tail)), soft)
         for tail in ("bucket", "renormalize", "sampled")
     ]
     for outcome in (full, *some):

@@ -144,7 +144,7 @@ def test_padded_vocabulary_is_cut():
     student, teacher = double(vocab_size=270), double(seed=1, vocab_size=264)
     objective = DistillationObjective(teacher, student, MIXED, vocab_size=259)
     assert_same_as_reference(student, teacher, objective, batch(), vocab=259)
-    assert DistillationObjective(teacher, student, MIXED).pairing.vocab_size == 264
+    assert DistillationObjective(teacher, student, MIXED).alignment.vocab_size == 264
     with pytest.raises(ValueError, match="vocab_size"):
         DistillationObjective(teacher, student, MIXED, vocab_size=265)
 

@@ -6,7 +6,7 @@ from test_offload import CPU, frozen
 from distill.core.units import GIB
 from distill.models.gpu_specs import PCIE_5
 from distill.models.precision.offload import offload_layers
-from distill.models.shape import shape_of
+from distill.models.shape import model_sizes
 from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.preflight import check
 from distill.planning.step_time import GEMM_EFFICIENCY
@@ -36,7 +36,7 @@ def test_check_counts_what_stays_and_what_waits():
 
 def test_check_counts_a_real_model_as_it_is_offloaded():
     model = frozen(tie=False)
-    shape = shape_of(model)
+    shape = model_sizes(model)
     conveyor = offload_layers(model, CPU).__dict__["_distill_streamer"]
     padding = 256 * sum(map(len, conveyor.parameters))
     assert 4 * shape.layered <= sum(map(len, conveyor.host)) <= 4 * shape.layered + padding

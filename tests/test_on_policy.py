@@ -15,7 +15,7 @@ from distill.core.ranks import exit_process
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.report import DataReport
-from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
+from distill.generation.decode_loop import DecodeEngine, DecodeLoop, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.from_recipe import rollouts_from_recipe
 from distill.generation.on_policy import OnPolicyRollouts
@@ -164,7 +164,7 @@ def test_a_seed_reproduces_responses_and_steps_differ():
 
 
 def test_the_fraction_is_a_share_of_documents():
-    class Echo(Engine):
+    class Echo(DecodeEngine):
         def run(self, request):
             return Generated([[7]] * len(request.prompts), [False] * len(request.prompts))
 
@@ -179,7 +179,7 @@ def test_the_fraction_is_a_share_of_documents():
 
 
 def test_packed_rows_never_grow():
-    class Long(Engine):
+    class Long(DecodeEngine):
         def run(self, request):
             return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
 

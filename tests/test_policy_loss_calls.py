@@ -5,7 +5,7 @@ import torch
 from distill_kernels import FusedPolicyGradientLoss
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.linear import reference_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, RequiredGrads
+from distill_kernels.losses.operands import Head, RequiredGrads, RowBatch
 from distill_kernels.losses.operator import linear_divergence_op
 from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from helpers import assert_captures, relative_error
@@ -17,7 +17,7 @@ def test_a_label_that_is_no_token_makes_its_row_nan(kernel_device):
     (x, w, bias), labels, advantages, _ = draw(kernel_device)
     labels[2:5] = torch.tensor([V, -1, 10**12], device=x.device)
     module = FusedPolicyGradientLoss()
-    batch = Batch(labels, torch.ones(N, device=x.device), None, policy=Policy(advantages, None, None, module.policy))
+    batch = RowBatch(labels, torch.ones(N, device=x.device), None, policy=Policy(advantages, None, None, module.policy))
     how = {"vocab": V, "dtype": x.dtype}
     output = fused_linear_divergence(Head(x, w, bias), None, batch, module.objective, RequiredGrads(True), **how)
     wrong = torch.zeros(N, dtype=torch.bool, device=x.device)
@@ -105,7 +105,7 @@ def test_full_vocabulary_keeps_the_error_bounds(device, rows, vocab, name):
     exact = reference_linear_divergence(
         Head(*(t.double() for t in tensors)),
         None,
-        Batch(labels, scale, None, policy=Policy(*given, module.policy)),
+        RowBatch(labels, scale, None, policy=Policy(*given, module.policy)),
         module.objective,
         RequiredGrads(True, True, True),
         vocab=vocab,

@@ -17,7 +17,7 @@ from distill.core.units import GIB
 from distill.models.adapters import add_lora
 from distill.models.dtypes import Precision
 from distill.models.flops import parameters_of
-from distill.models.shape import shape_of
+from distill.models.shape import model_sizes
 from distill.planning import memory
 from distill.planning.device_plan import planned_precision
 from distill.planning.devices import LINK_EFFICIENCY, find_device
@@ -70,7 +70,7 @@ def test_shipped_architectures_have_the_published_number_of_parameters(name):
 
 
 def test_gpt2_is_124_44_million():
-    shape = shape_of(meta(GPT2Config()))
+    shape = model_sizes(meta(GPT2Config()))
     assert shape.parameters == 124_439_808 and shape.tied and not shape.gated
     assert (shape.intermediate, shape.query, shape.key_value, shape.layers) == (3072, 768, 768, 12)
     assert shape.linear == 12 * (768 * 2304 + 2304 + 768 * 768 + 768 + 2 * 768 * 3072 + 3072 + 768)
@@ -79,11 +79,11 @@ def test_gpt2_is_124_44_million():
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "granite"])
 def test_counts_agree_with_a_real_model(kind):
     model = tiny_model(kind=kind, layers=3, tie=kind != "qwen2")
-    shape = shape_of(model)
+    shape = model_sizes(model)
     assert (shape.parameters, shape.trained) == parameters_of(model)
     assert shape.tied is (kind != "qwen2") and shape.gated and shape.rank == 0
     lora = add_lora(model, Lora(r=4, targets=["q_proj", "down_proj"]))
-    adapted = shape_of(lora)
+    adapted = model_sizes(lora)
     assert (adapted.parameters, adapted.trained) == parameters_of(lora)
     assert adapted.linear == shape.linear and adapted.rank == 4
     assert adapted.adapted == 3 * (32 + 64)
@@ -111,7 +111,7 @@ def test_activations_are_what_autograd_keeps():
         return total / 128
 
     measured = kept(3) - kept(2)
-    predicted = layer_activations(shape_of(tiny_model(hidden=64)), compute=4, residual=4, autocast=False)
+    predicted = layer_activations(model_sizes(tiny_model(hidden=64)), compute=4, residual=4, autocast=False)
     # eager norms and SiLU keep intermediate results that ours do not; nothing of the formula's may be missing
     assert predicted <= measured <= 2 * predicted
 
@@ -431,4 +431,4 @@ def test_the_prediction_holds_on_this_gpu():
 
 def test_tiny_configurations_of_every_kind_are_counted():
     for kind in ("llama", "gpt2", "cohere"):
-        assert shape_of(meta(tiny_config(kind))).parameters > 0
+        assert model_sizes(meta(tiny_config(kind))).parameters > 0

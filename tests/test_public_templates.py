@@ -110,9 +110,9 @@ def shipped(package=None):
 
 def as_read(messages):
     """The messages as `distill.data.formats` gives them."""
-    from distill.data.formats import Format
+    from distill.data.formats import RowFormat
 
-    return Format("chat", {"messages": "messages"}).sample({"messages": messages}).messages
+    return RowFormat("chat", {"messages": "messages"}).sample({"messages": messages}).messages
 
 
 def words(message, *, thoughts=True):

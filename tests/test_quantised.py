@@ -21,7 +21,7 @@ from transformers.integrations.bitnet import AutoBitLinear
 from distill.doctor.examine import prepare
 from distill.models.flops import count_flops, parameters_of
 from distill.models.load.fingerprint import fingerprint
-from distill.models.load.source import ModelSource
+from distill.models.load.source import ModelFiles
 from distill.models.loading import load_student, load_teacher
 from distill.models.patch.patching import patch
 from distill.models.quantised_checkpoints import NF4, int8_arguments, quantised_by_transformers, stored_bits
@@ -35,7 +35,7 @@ from distill.training.trainer import DistillationTrainer
 BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 IDS = torch.arange(3, 40)[None]
-FOLDER, GGUF = ModelSource("folder"), ModelSource("folder", "model.gguf")
+FOLDER, GGUF = ModelFiles("folder"), ModelFiles("folder", "model.gguf")
 
 
 @pytest.fixture(autouse=True)

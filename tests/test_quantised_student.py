@@ -20,7 +20,7 @@ from two_ranks import run_as_two
 
 from distill.core.errors import RunError
 from distill.models.adapters import add_lora, merged
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.patch.patching import patch
 from distill.models.precision.quantised_adapters import AdaptedMatrix, use_merged
 from distill.models.precision.quantised_formats import formats_of, read_saved
@@ -149,8 +149,10 @@ def test_large_weights_of_nvfp4_are_trained_and_saved_by_a_global_scale_of_their
 def adapted(seed=1):
     """Return a model with LoRA on its linear layers but the one that goes down, quantised with learned scales."""
     model = add_lora(tiny_model(seed=seed, hidden=64), Lora(r=4, targets=["q_proj", "v_proj", "up_proj"]), seed=3)
-    formats = formats_of(bare(model), Quantise(format="q4_0"))
-    return model, quantise_student(model, formats, learned=True, adapters=use_merged(bare(model), set(formats.by_name)))
+    formats = formats_of(unwrap_peft(model), Quantise(format="q4_0"))
+    return model, quantise_student(
+        model, formats, learned=True, adapters=use_merged(unwrap_peft(model), set(formats.by_name))
+    )
 
 
 def test_adapters_get_the_gradients_of_the_rounded_merged_weights():
@@ -211,8 +213,10 @@ def test_adapters_get_the_gradients_of_the_rounded_merged_weights():
 def test_a_checkpoint_of_an_adapter_has_the_codes_of_all_weights(tmp_path, form):
     """Also where no adapter is on a quantised weight: those of the base model are rounded all the same."""
     model = add_lora(tiny_model(seed=1, hidden=128), Lora(r=4, targets=["o_proj"]), seed=3)
-    formats = formats_of(bare(model), Quantise(format=form, modules={"o_proj": "keep"}))
-    weights = quantise_student(model, formats, learned=True, adapters=use_merged(bare(model), set(formats.by_name)))
+    formats = formats_of(unwrap_peft(model), Quantise(format=form, modules={"o_proj": "keep"}))
+    weights = quantise_student(
+        model, formats, learned=True, adapters=use_merged(unwrap_peft(model), set(formats.by_name))
+    )
     weights.scales.values.mul_(0.9)
     weights.round()
     weights.save(tmp_path)

@@ -12,7 +12,7 @@ from distill.core.launch import is_running
 from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.data.source_rows import SourceRowColumn
-from distill.generation.documents import Document, as_row, documents_of
+from distill.generation.documents import RolloutDocument, as_row, documents_of
 from distill.generation.environment import EnvironmentFunction
 from distill.generation.function_calls import Call, FunctionInput, RewardFunction
 from distill.generation.reward_rows import rewards_from_recipe
@@ -268,7 +268,7 @@ def test_a_row_is_found_in_its_source_and_after_responses_were_replaced(tmp_path
     by_right = {question(document, [5]).row["right"]: document for document in documents}
     assert len(by_right) > 6 and {name[0] for name in by_right} == {"a", "b"}
     replaced = [document.with_response(document.prompt, [7, 8]) for document in documents]
-    padding = Document([0, 0], [-100, -100], 0)
+    padding = RolloutDocument([0, 0], [-100, -100], 0)
     again = documents_of(COLLATE_ROWS([as_row([*replaced, padding]), as_row(replaced[:1])]))
     assert [question(document, [5]).row["right"] for document in again] == [*by_right, next(iter(by_right))]
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.cli import run_command
 from distill.models.gpu_specs import GPU_SPECS
-from distill.models.shape import shape_of
+from distill.models.shape import model_sizes
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.planning.step_time import seconds_per_token
@@ -36,7 +36,7 @@ def measured():
 def test_a_token_takes_what_was_measured(shape, fused, ms):
     name, rows, cached = re.match(r"(\S+), (\d+) rows, (\d+) cached", shape).groups()
     with torch.device("meta"):
-        student = shape_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(find_architecture(name))))
+        student = model_sizes(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(find_architecture(name))))
     itemsize = 4 if "fp32" in shape else 2
     predicted = seconds_per_token(student, GPU_SPECS["H200"], int(rows), int(cached), itemsize, fused)
     assert 1e3 * predicted == pytest.approx(ms, rel=0.2)

@@ -240,6 +240,6 @@ def test_prompts_that_the_students_own_template_writes_otherwise(tmp_path, monke
         save_tiny(tmp_path / name, tiny_model(tokenizer), tokenizer)
         vocabulary = source_of(parse(f"{base}{name}}}")).vocabulary()
         vocabulary.prepare()
-        verdict = vocabulary.match([259], 259).verdict
+        verdict = vocabulary.match([259], 259).vocabulary_note
         assert ("prompts differ after" in verdict) is (name == "other"), verdict
     assert "continue with '\\n' (which is trained on), the student's with ': '" in verdict

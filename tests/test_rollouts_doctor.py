@@ -22,7 +22,7 @@ from distill.doctor.invariants import (
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS, rollouts_end, rollouts_follow_the_weights
 from distill.doctor.invariants_runs import check_ranks_of_setups, resume_is_exact
 from distill.generation import engines
-from distill.generation.documents import Document
+from distill.generation.documents import RolloutDocument
 from distill.recipe import parse
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
@@ -85,7 +85,7 @@ def test_an_answer_without_its_end(monkeypatch):
     """The fault where answers are made: what ends them is dropped."""
     subject = answering()
     documents = subject.documents()
-    plain = Document(documents[0]["input_ids"], documents[0]["labels"], 0)
+    plain = RolloutDocument(documents[0]["input_ids"], documents[0]["labels"], 0)
     end, made = subject.rollouts.ends[0], []
     for keep in (True, False):
         answer = plain.with_response(plain.prompt, [5, 6, end] if keep else [5, 6])
@@ -192,11 +192,11 @@ def test_a_gradient_that_is_zero_where_the_loss_is_not(loss, monkeypatch):
 
     apply = HiddenFormat.apply
 
-    def without_the_last(self, loss, pairing, call):
+    def without_the_last(self, loss, alignment, call):
         keep = torch.ones((*call.hidden.shape[:2], 1), dtype=call.hidden.dtype)
         keep.view(-1)[call.valid_rows[-1]] = 0
         return apply(
-            self, loss, pairing, call._replace(hidden=keep * call.hidden + ((1 - keep) * call.hidden).detach())
+            self, loss, alignment, call._replace(hidden=keep * call.hidden + ((1 - keep) * call.hidden).detach())
         )
 
     assert every_loss_has_a_gradient(answering(loss)).passed

@@ -43,7 +43,7 @@ CASES = {
     "routed": ["data.fields.teacher=domain", "teachers=[{model: teacher, route: even}, {model: other, route: odd}]"],
     "ahead": ["data.on_policy.max_staleness=1", CLIPPED, "train.save_every=3"],
 }
-TWICE = ("plain", "ahead")
+REREAD_FP32 = ("plain", "ahead")
 SHARDED = {
     "shards-ahead": ["parallel.strategy=fsdp", *CASES["ahead"]],
     "shards-lora": ["parallel.strategy=fsdp", "student.lora={r: 4}"],
@@ -153,7 +153,7 @@ def test_each_response_has_the_route_of_its_prompt(workplace):
         assert row["route"] == ("even", "odd")[number % 2]
 
 
-@pytest.mark.parametrize("case", TWICE)
+@pytest.mark.parametrize("case", REREAD_FP32)
 def test_two_processes_store_and_learn_the_same(workplace, case):
     one, two = workplace / "runs" / case, workplace / "runs" / f"{case}-two"
     same_answers(one, two)
@@ -253,6 +253,6 @@ def test_settings_that_mean_nothing_are_refused(override, message):
 if __name__ == "__main__":  # one of two processes
     os.chdir(sys.argv[1])
     torch.set_num_threads(1)
-    make({f"{name}-two": CASES[name] for name in TWICE} | SHARDED)
+    make({f"{name}-two": CASES[name] for name in REREAD_FP32} | SHARDED)
     torch.distributed.barrier()
     exit_process(0)

@@ -22,7 +22,7 @@ from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.student import FILE
 from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.combination.route_data import RouteColumns
@@ -71,7 +71,7 @@ def cache(place):
         f"{{teacher: {{model: {place}/talk}}, student: {{model: {place}/student}}, train: {{steps: 1, device: cpu}}, "
         f"data: {{source: {place}/math.jsonl, max_length: 160, cache: false}}, generate: {{prompts: []}}}}"
     )
-    settings = Settings(hidden=True, dtype="float32").checked()
+    settings = CacheOptions(hidden=True, dtype="float32").checked()
     make_cache(load(recipe), place / "cache", settings, say=lambda line: None, progress=Silent)
     return f"type: cache, path: {place}/cache"
 

@@ -19,7 +19,7 @@ from distill.doctor.examine import examine
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.registry import source_of
 from distill.training.lock_file import read_lock
 
@@ -106,7 +106,7 @@ def cache(place):
         f"{{teacher: {{model: {place}/talk}}, student: {{model: {place}/student}}, train: {{steps: 1, device: cpu}}, "
         f"data: {{source: {place}/talk.jsonl, max_length: 96, cache: false}}, generate: {{prompts: []}}}}"
     )
-    settings = Settings(hidden=True, dtype="float32").checked()
+    settings = CacheOptions(hidden=True, dtype="float32").checked()
     make_cache(load(recipe), place / "cache", settings, say=lambda line: None, progress=Silent)
     return place / "cache"
 

@@ -154,7 +154,7 @@ def test_what_only_the_teacher_reads_is_not_read_by_the_student(tmp_path):
 def test_only_tables_lose_nulls_of_arguments_and_schemas(tmp_path, suffix):
     from test_row_layouts import written
 
-    from distill.data.formats import Format
+    from distill.data.formats import RowFormat
     from distill.data.source_rows import store_rows
     from distill.data.sources import open_source
 
@@ -165,7 +165,7 @@ def test_only_tables_lose_nulls_of_arguments_and_schemas(tmp_path, suffix):
     (row,) = source.rows()
     expected = {"place": "Oslo"} if suffix == "parquet" else {"place": "Oslo", "unit": None}
     for one in (row, store_rows(source, max_rows=None, cache=False)[0]):  # as it is read, and as a reward's row is kept
-        message = Format("chat", {"messages": "messages"}).sample(one).messages[-1]
+        message = RowFormat("chat", {"messages": "messages"}).sample(one).messages[-1]
         assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 

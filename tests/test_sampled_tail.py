@@ -19,11 +19,11 @@ from distill.recipe.loss import Loss
 DRAWS, K = 10_000, 5
 
 
-def tail_loss(k=K, temperature=1.0, weight=1.0, pairing=None, transform=LogitTransform()):  # noqa: B008
+def tail_loss(k=K, temperature=1.0, weight=1.0, alignment=None, transform=LogitTransform()):  # noqa: B008
     term = {"type": "top_k_reverse_kl", "tail": "sampled", "k": k, "weight": weight}
     section = Loss.model_validate({"temperature": temperature, "terms": [term]})
     return StudentTopKTailLoss(
-        section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform
+        section.terms[0], section, alignment or VocabularyAlignment(LogitTransform(), V, None), transform
     )
 
 
@@ -116,7 +116,7 @@ def test_loss_and_gradients_are_those_of_the_definition(told, extra):
     learned = labels != IGNORE_INDEX
     assert 0 < outside[learned].sum() < learned.sum()
     loss = tail_loss(
-        temperature=t, weight=0.6, pairing=VocabularyAlignment(own, V, V if extra else None), transform=theirs
+        temperature=t, weight=0.6, alignment=VocabularyAlignment(own, V, V if extra else None), transform=theirs
     )
     got = called(loss, student, teacher, labels, valid(labels) if told else None, torch.tensor(11))
     assert_same(got, 0.6 * each[learned].sum() / 11, student)
@@ -166,16 +166,16 @@ def stored(tail="bucket", temperature=1.0, **section):
             "kind": "top_k",
         }
     )
-    pairing = VocabularyAlignment(LogitTransform(), V, None)
+    alignment = VocabularyAlignment(LogitTransform(), V, None)
     terms = [{"type": "top_k_reverse_kl", "tail": "sampled", "weight": 0.6}]
-    return format, pairing, format.loss(Loss.model_validate({"terms": terms} | section), pairing)
+    return format, alignment, format.loss(Loss.model_validate({"terms": terms} | section), alignment)
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["labels", "valid rows"])
 def test_over_the_teachers_tokens(told):
     """The K are the teacher's (MOPD), the drawn token's probability comes with them, and the figures are there."""
     student, teacher, labels = operands()
-    format, pairing, loss = stored()
+    format, alignment, loss = stored()
     z_s, log_t = logits_of(student), logits_of(teacher).log_softmax(-1)
     top, y = log_t.topk(K).indices, labels.clamp_min(0)[..., None]
     learned = labels != IGNORE_INDEX
@@ -189,7 +189,7 @@ def test_over_the_teachers_tokens(told):
     inputs = StepInputs(targets, torch.tensor(11), True, drawn.masked_fill(~learned, torch.nan))
     head = HeadWeights(student["weight"], None, None)
     got, statistics = format.apply(
-        loss, pairing, HeadForward(student["hidden"], head, inputs, labels, valid(labels) if told else None)
+        loss, alignment, HeadForward(student["hidden"], head, inputs, labels, valid(labels) if told else None)
     )
     log_s = z_s.log_softmax(-1)
     g = log_s.exp() * (log_s - log_t) - log_s.exp() + log_t.exp()

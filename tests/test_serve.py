@@ -16,7 +16,7 @@ from distill.cli import run_command
 from distill.objectives.row_packing import unpack_ids
 from distill.objectives.top_k_encoding import Encoding, encode
 from distill.serving import engine as engine_file
-from distill.serving.engine import Engine, Job, Options
+from distill.serving.engine import RequestOptions, RowsRequest, ServingEngine
 from distill.serving.open import is_loopback, read_token, recipe_of_model, require_safe
 from distill.teachers.backends.served.protocol import (
     BINARY,
@@ -57,7 +57,7 @@ def test_several_are_packed_into_one_forward(engine):
 
     engine.forward = seen
     try:
-        answers = engine.answer([Job(each, Options().checked(259)) for each in query])
+        answers = engine.answer([RowsRequest(each, RequestOptions().checked(259)) for each in query])
     finally:
         engine.forward = before
     assert len(shapes) == 1
@@ -71,7 +71,7 @@ def test_several_are_packed_into_one_forward(engine):
 def test_a_model_that_mixes_documents_gets_one_a_row(engine, monkeypatch):
     monkeypatch.setattr(engine, "packs", False)
     query = question(3)
-    (answer,) = engine.answer([Job(query, Options().checked(259))])
+    (answer,) = engine.answer([RowsRequest(query, RequestOptions().checked(259))])
     torch.testing.assert_close(answer["hidden"], expected_hidden(engine, query), rtol=1e-4, atol=1e-5)
 
 
@@ -303,6 +303,6 @@ def test_media_types_and_an_engine_without_a_tokenizer():
     from distill.teachers.backends.local import LoadedTeacher
 
     model = tiny_model(tiny_tokenizer(), seed=3)
-    engine = Engine(LoadedTeacher(model), LocalTeacherConfig(init="random", config="x"), None, None, 64)
+    engine = ServingEngine(LoadedTeacher(model), LocalTeacherConfig(init="random", config="x"), None, None, 64)
     assert engine.files.keys() == {"config.json"} and engine.identity.tokenizer is None
     assert engine_file.FILES and BINARY == "application/octet-stream"

@@ -163,7 +163,8 @@ def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch, l
     monkeypatch.setattr(engine, "answer", answered)
     size = large.nbytes
     limit.setattr(
-        "distill.serving.engine.Job.answer_bytes", lambda job, identity: size if job.query.ids.size > 100 else 1000
+        "distill.serving.engine.RowsRequest.answer_bytes",
+        lambda job, identity: size if job.query.ids.size > 100 else 1000,
     )
     body = question(1, rows=4, length=40).body()
     header = f"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()

@@ -12,7 +12,7 @@ import torch
 from served import HTTP, expected_hidden, post, question, serving
 
 from distill.models.precision.host_copy import HostCopy
-from distill.serving.engine import Job, Options
+from distill.serving.engine import RequestOptions, RowsRequest
 from distill.serving.worker import Full, Worker
 from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
 
@@ -95,8 +95,9 @@ class Slow:
 
 
 def job(number, size=10, alone=False):
-    return Job(
-        TargetRequest(np.full((1, size), number, np.int32), None, np.array([0], np.int32)), Options(deterministic=alone)
+    return RowsRequest(
+        TargetRequest(np.full((1, size), number, np.int32), None, np.array([0], np.int32)),
+        RequestOptions(deterministic=alone),
     )
 
 

@@ -20,7 +20,7 @@ from two_ranks import gpu_environment
 
 from distill.core.launch import is_running
 from distill.recipe import dump
-from distill.serving.engine import Job, Options
+from distill.serving.engine import RequestOptions, RowsRequest
 from distill.serving.open import processes_of
 from distill.serving.worker import Shares
 from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
@@ -108,12 +108,14 @@ def test_two_processes_serve_the_outputs_of_one(tmp_path, pool, serve, kind):
         for answer, expected in zip(asked, alone, strict=True):
             hidden = tensors_of(answer.result().content)["hidden"]
             torch.testing.assert_close(hidden, expected, rtol=slack, atol=slack)
-    top = engine.answer([Job(several[0], Options(top_k=4, deterministic=True).checked(engine.identity.rows))])[0]
+    top = engine.answer(
+        [RowsRequest(several[0], RequestOptions(top_k=4, deterministic=True).checked(engine.identity.rows))]
+    )[0]
     asked = tensors_of(post(server.url, several[0], top_k=4, deterministic=1).content)
     assert torch.equal(asked["logprobs"], top["logprobs"])
     few = TargetRequest(several[1].ids, several[1].positions, several[1].rows[:5])
     logits = tensors_of(post(server.url, few, path="/v1/logits").content)["logits"]
-    assert torch.equal(logits, engine.answer([Job(few, Options(logits=True).checked(259))])[0]["logits"])
+    assert torch.equal(logits, engine.answer([RowsRequest(few, RequestOptions(logits=True).checked(259))])[0]["logits"])
     nothing = HTTP.post(server.url + "/v1/targets", json={"input_ids": [[1, 2, 3]], "rows": []})
     assert nothing.json() == {"hidden": []}
     assert server.health().json()["requests"] == 15
@@ -134,7 +136,7 @@ def test_two_gpus_serve_the_outputs_of_one(tmp_path, pool, serve):
     several = [question(seed, rows=2, length=64 + seed) for seed in range(6)]
     asked = [pool.submit(post, server.url, query, deterministic=1) for query in several]
     for query, answer in zip(several, asked, strict=True):
-        alone = engine.answer([Job(query, Options(deterministic=True))])[0].wait()["hidden"]
+        alone = engine.answer([RowsRequest(query, RequestOptions(deterministic=True))])[0].wait()["hidden"]
         torch.testing.assert_close(tensors_of(answer.result().content)["hidden"], alone, rtol=3e-2, atol=3e-2)
     os.kill(server.pids[1], signal.SIGKILL)
     assert server.ended()[0] == 128 + signal.SIGKILL
@@ -182,11 +184,14 @@ def test_sharded_serving_requires_several_processes(tmp_path, monkeypatch, torch
 
 
 def test_requests_are_shared_out_over_forwards():
-    alone, packed, logits = Options(deterministic=True), Options(), Options(logits=True)
+    alone, packed, logits = RequestOptions(deterministic=True), RequestOptions(), RequestOptions(logits=True)
 
     def shared(most, *given):
         shares = Shares(most, 10)
-        jobs = [Job(TargetRequest(np.zeros((1, size), np.int32), None, np.zeros(1, np.int32)), o) for size, o in given]
+        jobs = [
+            RowsRequest(TargetRequest(np.zeros((1, size), np.int32), None, np.zeros(1, np.int32)), o)
+            for size, o in given
+        ]
         taken = [shares.add(job) for job in jobs]
         return taken, [[job.query.ids.size for job in share] for share in shares.jobs]
 

@@ -20,8 +20,8 @@ from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.run import run
-from distill.serving.app import Limits, make_app
-from distill.serving.engine import Engine
+from distill.serving.app import RequestLimits, make_app
+from distill.serving.engine import ServingEngine
 from distill.serving.open import running
 from distill.serving.worker import Full
 from distill.teachers.backends.served import client
@@ -134,7 +134,7 @@ def test_no_query_is_sent_where_the_loss_needs_none(place, url):
 
 
 def test_check_asks_once_who_it_is_whatever_it_advises(place, engine):
-    app, paths = make_app(engine, None, Limits(4096, 2048, 1 << 16)), []
+    app, paths = make_app(engine, None, RequestLimits(4096, 2048, 1 << 16)), []
 
     async def noted(scope, receive, send):
         paths.append(scope.get("path"))
@@ -278,7 +278,7 @@ def scale_is_not_told(engine, patch):
 
 
 def shifted_by_one(engine, patch):
-    alone = Engine._alone
+    alone = ServingEngine._alone
     patch.setattr(
         engine, "_alone", lambda job: alone(engine, job) if job.options.logits else alone(engine, job).roll(1, 0)
     )

@@ -22,8 +22,8 @@ from two_ranks import run_as_two
 
 from distill.core.errors import first_line
 from distill.core.ranks import exit_process
-from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
-from distill.generation.documents import Document, documents_of
+from distill.generation.decode_loop import DecodeEngine, DecodeLoop, EngineSettings, Generated
+from distill.generation.documents import RolloutDocument, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
@@ -56,7 +56,7 @@ def test_a_prompt_is_answered_several_times_and_otherwise_each_time():
 
 def test_the_first_answer_has_the_seed_of_the_only_one():
     """The seed follows from the step and the tokens alone, as in runs with one response."""
-    document = Document([5, 6], [-100, 6], 0)
+    document = RolloutDocument([5, 6], [-100, 6], 0)
     seeds = [replace(document, sample=number).hash(3, 1) for number in range(3)]
     assert seeds[0] == hashlib.blake2b(b"3,1,-1,5,6", digest_size=16).digest() and len(set(seeds)) == 3
 
@@ -90,7 +90,7 @@ def test_a_prompt_is_read_once():
     assert read[0] == (1, 3 + 2) and len({tuple(tokens) for tokens in found.tokens}) == 12
 
 
-class Long(Engine):
+class Long(DecodeEngine):
     def run(self, request):
         return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
 

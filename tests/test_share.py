@@ -12,7 +12,7 @@ from transformers.utils import logging
 from two_tokenizers import TOKENIZERS
 
 from distill.cli import run_command
-from distill.evaluation.generate import Stream
+from distill.evaluation.generate import TokenStreamer
 from distill.generation.engines import greedy_responses
 from distill.planning.inspect_batches import plain_text, rich_text, token_metrics, tokens_of
 from distill.reports.export import export
@@ -96,7 +96,7 @@ def test_a_pipe_gets_no_bars_of_libraries(arguments, folder, capfd):
 
 def test_a_stream_waits_for_whole_characters():
     tokenizer, written = tiny_tokenizer(), []
-    stream = Stream(tokenizer, written.append)
+    stream = TokenStreamer(tokenizer, written.append)
     stream.put(torch.tensor([[1, 2]]))  # the prompt
     ids = tokenizer("né🤖!").input_ids
     for token in ids:
@@ -110,7 +110,7 @@ def test_a_stream_decodes_each_token_a_few_times(monkeypatch):
     tokenizer, written, decoded = tiny_tokenizer(), [], []
     decode = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **named: decoded.append(len(ids)) or decode(ids, **named))
-    stream = Stream(tokenizer, written.append)
+    stream = TokenStreamer(tokenizer, written.append)
     stream.put(torch.tensor([[1]]))
     ids = tokenizer("two words, " * 40).input_ids
     for token in ids:

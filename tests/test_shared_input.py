@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from distill.models.patch import residual_norms
 from distill.models.patch.patching import patch, unpatch
 from distill.models.patch.shared_input import GROUP
-from distill.models.shape import shape_of
+from distill.models.shape import model_sizes
 from distill.planning.memory import layer_activations
 
 
@@ -246,7 +246,7 @@ def test_nothing_is_kept_without_gradients_or_while_compiling(autocast):
 def test_norms_that_write_what_autocast_casts_to_keep_the_bits(kind, without):
     model = tiny_model(kind=kind, **({"query_pre_attn_scalar": 8} if kind == "gemma3_text" else {})).train()
     report = patch(model, "student", attention=None)
-    assert "casts" in report.verdicts.values()
+    assert "casts" in report.trial_results.values()
     seen = []
     norm = model.model.layers[1].input_layernorm
     norm.register_forward_hook(lambda *a: seen.append(a[2][0].dtype))
@@ -271,7 +271,7 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
         layer.mlp.__class__ = Reads
     expected, *_ = run(copy.deepcopy(model), autocast=True)
     report = patch(model, "student", attention=None)
-    assert "as it is" in report.verdicts.values() and "casts" not in report.verdicts.values()
+    assert "as it is" in report.trial_results.values() and "casts" not in report.trial_results.values()
     assert torch.equal(run(model, autocast=True)[0], expected)
 
 
@@ -284,7 +284,7 @@ def test_activations_are_kept_once(kernel_device):
     for model in models:
         patch(model, "student")
     one, two = (kept_bytes(model, torch.bfloat16, tokens=48) for model in models)
-    shape = shape_of(models[0])
+    shape = model_sizes(models[0])
     planned = layer_activations(shape, compute=2, residual=4, autocast=True)
     assert planned == pytest.approx((two - one - 2 * shape.linear / shape.layers) / 48, rel=0.1)
 
@@ -317,7 +317,7 @@ def test_kernel_equals_the_reference_on_shapes_of_real_models(sizes, weights_in,
 def test_a_model_on_a_gpu_keeps_the_bits(device, without, checkpointed):
     """Under autocast: norms that write bf16, and one node of several projections, against each by itself."""
     model = tiny_model(kind="qwen2", hidden=256, dtype=torch.float32).to(device).train()
-    assert "casts" in patch(model, "student").verdicts.values()
+    assert "casts" in patch(model, "student").trial_results.values()
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, 259, (2, 256), device=device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distill_kernels.primitives import row_softmax as module
-from distill_kernels.primitives.row_softmax import Plan, plan, reference_softmax, softmax
+from distill_kernels.primitives.row_softmax import SoftmaxPlan, plan, reference_softmax, softmax
 from helpers import realistic_logits
 from layer_checks import DTYPES, check_compiles, check_layer, draw
 
@@ -17,9 +17,9 @@ def logits(device, rows, columns, dtype):
 
 
 WAYS = {
-    "tile": lambda columns: Plan("tile", 2, 1 << (columns - 1).bit_length(), 2),
-    "loop": lambda columns: Plan("loop", 1, 64, 2),
-    "split": lambda columns: Plan("split", 1, 32, 2, parts=5),
+    "tile": lambda columns: SoftmaxPlan("tile", 2, 1 << (columns - 1).bit_length(), 2),
+    "loop": lambda columns: SoftmaxPlan("loop", 1, 64, 2),
+    "split": lambda columns: SoftmaxPlan("split", 1, 32, 2, parts=5),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distill_kernels.primitives import split_k
-from distill_kernels.primitives.split_k import Config, SplitKLinear, choose_config, split_k_linear
+from distill_kernels.primitives.split_k import SplitKConfig, SplitKLinear, choose_config, split_k_linear
 from helpers import assert_as_good_as_torch
 
 LLAMA_8B = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
@@ -53,7 +53,7 @@ def test_odd_sizes_equal_linear(kernel_device, outputs, inputs, with_bias):
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 16])
 def test_any_number_of_splits(kernel_device, splits):
     x, weight, bias = draw(7, 100, 1024 + 40, torch.float16, kernel_device)
-    y = split_k._launch(x, weight, bias, Config(64, 64, splits, 4, 3))
+    y = split_k._launch(x, weight, bias, SplitKConfig(64, 64, splits, 4, 3))
     check(y, x, weight, bias)
     if kernel_device.type == "cuda":
         assert not split_k._zero_counters(x.device).any()

@@ -25,7 +25,7 @@ from distill.cli import run_command
 from distill.core.tensor_files import write_tensors
 from distill.models.precision.host_copy import HostCopy
 from distill.teachers.backends.stored.contents import Piece, write_part
-from distill.teachers.backends.stored.format import KEY_BYTES, PART, PLAN, Document, read_json, shard_path
+from distill.teachers.backends.stored.format import KEY_BYTES, PART, PLAN, StoreKey, read_json, shard_path
 from distill.teachers.backends.stored.store import Fills, Store
 
 RECIPE = """
@@ -185,7 +185,7 @@ def test_a_store_is_read_while_another_process_renames_its_parts(store):
 def test_a_document_that_is_read_ahead_stays_that_document_when_shards_are_mapped_anew(tmp_path):
     """A part of a lower rank comes before those that were there, and all numbers of shards change."""
     plan = {"kind": "hidden", "dtype": "float32", "hidden": 2}
-    first, second = (Document(bytes([n]) * KEY_BYTES, 0, 4, np.arange(3)) for n in (1, 2))
+    first, second = (StoreKey(bytes([n]) * KEY_BYTES, 0, 4, np.arange(3)) for n in (1, 2))
     outputs = {document.key: torch.randn(3, 2) for document in (first, second)}
 
     def write(rank, document):

@@ -5,7 +5,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, FusedStudentTopKKLLoss, LossTerm, fused_student_top_k_kl_loss
 from distill_kernels.losses import plan as planning
 from distill_kernels.losses.operator import linear_divergence_op
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, StudentTopK
 from distill_kernels.losses.topk_select import select_student_top_k
 from grids import pairwise
@@ -98,7 +98,7 @@ def relative(z, temperature):
     shift = torch.where(shift == -torch.inf, 0.0, shift)
     z = z - shift[..., None]
     total = (z / temperature).exp().sum(-1)
-    return Logits(z.view(n, -1)[:, :vocab].contiguous(), shift, total, total)
+    return ChunkLogits(z.view(n, -1)[:, :vocab].contiguous(), shift, total, total)
 
 
 @pytest.mark.parametrize("named", [False, True])

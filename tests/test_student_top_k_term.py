@@ -63,12 +63,12 @@ def dense(z_s, z_t, tail="bucket", k=K, temperature=1.0):
     return temperature**2 * (p * (p.log() - q.log())).sum(-1)
 
 
-def loss_of(k=K, tail="bucket", pairing=None, transform=PLAIN, temperature=1.0, weight=1.0):
+def loss_of(k=K, tail="bucket", alignment=None, transform=PLAIN, temperature=1.0, weight=1.0):
     section = Loss.model_validate(
         {"temperature": temperature, "terms": [{"type": "top_k_reverse_kl", "k": k, "tail": tail, "weight": weight}]}
     )
     return StudentTopKLoss(
-        section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform
+        section.terms[0], section, alignment or VocabularyAlignment(LogitTransform(), V, None), transform
     )
 
 
@@ -104,10 +104,10 @@ def test_loss_and_gradients_are_those_of_the_definition(tail, told, extra):
     own, theirs, t = LogitTransform(), LogitTransform(), 1.0
     if extra:
         own, theirs, t = LogitTransform(0.7, 3.0), LogitTransform(1.3, 4.0), 2.0
-    pairing = VocabularyAlignment(own, V, V if extra else None)
+    alignment = VocabularyAlignment(own, V, V if extra else None)
     each = dense(logits_of(student, own), logits_of(teacher, theirs), tail, temperature=t)
     expected = 0.6 * each[labels != IGNORE_INDEX].sum() / 11
-    loss = loss_of(tail=tail, pairing=pairing, transform=theirs, temperature=t, weight=0.6)
+    loss = loss_of(tail=tail, alignment=alignment, transform=theirs, temperature=t, weight=0.6)
     got = called(loss, student, teacher, labels, valid(labels) if told else None, torch.tensor(11))
     assert_same(got, expected, student)
     mean = called(loss, student, teacher, labels, valid(labels) if told else None)

@@ -22,7 +22,7 @@ from distill.evaluation.cache_error import measure
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers.backends.stored import format as layout
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.objective import DistillationObjective
@@ -61,7 +61,7 @@ def silent(total):
 
 
 def write(loaded, folder, progress=silent, **settings):
-    made = Settings(**settings).checked()
+    made = CacheOptions(**settings).checked()
     make_cache(loaded, Path(folder), made, say=lambda line: None, progress=progress)
     return Store(folder)
 
@@ -312,7 +312,7 @@ def test_killed_and_resumed_equals_undisturbed(loaded, bucket, tmp_path):
 
 
 def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch):
-    made, told, folder = Settings(k=8, shard_bytes=SMALL_SHARD).checked(), [], tmp_path / "cache"
+    made, told, folder = CacheOptions(k=8, shard_bytes=SMALL_SHARD).checked(), [], tmp_path / "cache"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     folder.mkdir()

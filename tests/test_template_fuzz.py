@@ -9,7 +9,7 @@ from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from distill.data.assistant_turns import Turns
 from distill.data.chat import ChatOptions, ChatTemplate
-from distill.data.formats import Format
+from distill.data.formats import RowFormat
 from distill.data.load import load_data
 from distill.data.rendering import NOT_LOCATED
 from distill.data.rows import RowFault
@@ -119,7 +119,7 @@ def test_two_answers_that_a_template_joins_are_refused():
 def test_a_turn_that_stays_open_ends_with_the_token_that_closes_it():
     call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": {"what": "x"}}}
     messages = [user("What is it?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    sample = Format("chat", {"messages": "messages"}).sample({"messages": messages, "tools": [TOOL]})
+    sample = RowFormat("chat", {"messages": "messages"}).sample({"messages": messages, "tools": [TOOL]})
     (example,) = template_of("stays open").for_training(sample.messages, sample.tools).examples
     (span,) = example.spans
     assert example.text[slice(*span)].startswith("<call>") and example.text[slice(*span)].endswith(

@@ -38,8 +38,8 @@ def composite(term, weight, teacher, squared=True):
             "plugin": {"file": "p.py", "sha256": "0" * 64},
         }
     )
-    pairing = format.pair(LogitTransform(), V, None)
-    return format, pairing, format.loss(section, pairing)
+    alignment = format.pair(LogitTransform(), V, None)
+    return format, alignment, format.loss(section, alignment)
 
 
 @pytest.fixture(params=TERMS)
@@ -88,12 +88,12 @@ def test_weight_and_squared_temperature_multiply_the_loss(kind):
 
 def test_a_small_workspace_changes_nothing_but_the_chunks(kind):
     student, teacher, labels = operands()
-    format, pairing, loss = composite(TERMS[kind], 0.7, teacher)
+    format, alignment, loss = composite(TERMS[kind], 0.7, teacher)
     head = HeadWeights(student["weight"], None, None)
     call = HeadForward(student["hidden"], head, StepInputs(teacher["hidden"], None, False), labels, None)
-    whole = format.apply(loss, pairing, call)
+    whole = format.apply(loss, alignment, call)
     (own, _) = singles = list(single_losses(loss))
     for single in singles:
         single.workspace = 24 * V * 2
     assert own.kernel_settings()["max_workspace_mib"] == 24 * V * 2 / 2**20
-    torch.testing.assert_close(format.apply(loss, pairing, call), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(format.apply(loss, alignment, call), whole, rtol=1e-12, atol=0)

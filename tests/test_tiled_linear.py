@@ -5,7 +5,7 @@ import torch
 from distill_kernels import launch, triton_linear
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.primitives import tiled
-from distill_kernels.primitives.tiled import TILES, Tile, choose_tile
+from distill_kernels.primitives.tiled import TILES, GemmTile, choose_tile
 from grids import pairwise
 from test_split_k import check, draw
 
@@ -25,7 +25,7 @@ def test_partial_tiles_equal_linear(kernel_device, dtype, rows, outputs, inputs,
     check(triton_linear(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 32, 4, 2), *TILES[2:]])
+@pytest.mark.parametrize("tile", [GemmTile(16, 32, 4, 2), *TILES[2:]])
 def test_every_tile_equals_linear(kernel_device, tile):
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
     check(tiled._launch(x, weight, bias, tile), x, weight, bias)

@@ -7,7 +7,7 @@ from test_chat import TOOLS
 from tiny import tiny_tokenizer
 
 from distill.data.chat import ChatTemplate
-from distill.data.formats import Format
+from distill.data.formats import RowFormat
 from distill.data.rows import RowFault
 
 PRINTS_TEXT = TOOLS.replace("call.function.arguments | tojson", "call.function.arguments")
@@ -26,7 +26,7 @@ def arguments_read(arguments):
     row = {
         "messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     }
-    return Format("chat", {"messages": "messages"}).sample(row).messages
+    return RowFormat("chat", {"messages": "messages"}).sample(row).messages
 
 
 @pytest.mark.parametrize("source", [TOOLS, PRINTS_TEXT], ids=["as objects", "as text"])

@@ -10,7 +10,7 @@ from distill_kernels.attention.operands import Tiles, neighbouring_tiles
 from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import projection
 from distill_kernels.losses.operands import Head
-from distill_kernels.losses.projection import CUBLAS, Logits, Transform, projection_candidates
+from distill_kernels.losses.projection import CUBLAS, ChunkLogits, Transform, projection_candidates
 from forked import PIPE, Forked, clean_environment
 from helpers import relative_error
 
@@ -216,7 +216,7 @@ def test_autotuned_projection_gives_the_same_result(kernel_device, clock, monkey
         clock.times[place] = 0.5
         tuning._used.clear()
         tuning.cache_file(CPU).unlink(missing_ok=True)
-        out = Logits(torch.zeros(20, 320, dtype=torch.float16)[:, :300], *(torch.zeros(20, 2) for _ in range(3)))
+        out = ChunkLogits(torch.zeros(20, 320, dtype=torch.float16)[:, :300], *(torch.zeros(20, 2) for _ in range(3)))
         projection.project(head, head.hidden, out, transform)
         made.append(out)
     assert clock.asked == 2

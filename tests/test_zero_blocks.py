@@ -9,7 +9,7 @@ from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantis
 from tiny import tiny_model
 
 from distill.models.adapters import add_lora
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.precision.gptq import compensate, round_weights
 from distill.models.precision.quantised_adapters import use_merged
 from distill.models.precision.quantised_formats import formats_of
@@ -35,7 +35,7 @@ def quantised(name, model, *, lora=False):
     if lora:
         model = add_lora(model, Lora(r=4))
         found = formats_of(model, Quantise(format=name))
-        adapters = use_merged(bare(model), set(found.by_name))
+        adapters = use_merged(unwrap_peft(model), set(found.by_name))
     return model, quantise_student(model, found, learned=True, adapters=adapters)
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.data.chat import ChatTemplate
 from distill.teachers.rows.retokenised.alignment import token_bytes
-from distill.teachers.rows.retokenised.encode import Reader
+from distill.teachers.rows.retokenised.encode import TokenisedReader
 
 WORDS = TRAINING_TEXT + "Größe naïve café 日本語の文章 Привет мир 🤖👩‍💻 e\u0301 ﬁne ½ " * 4
 
@@ -53,5 +53,5 @@ def readers(student="bytes", teacher="merged", templates=(None, None)):
     made = []
     for name, template, field in zip((student, teacher), templates, ("student.model", "teacher.model"), strict=True):
         chat = None if template is None else ChatTemplate(template, TOKENIZERS[name])
-        made.append(Reader(TOKENIZERS[name], chat, field))
+        made.append(TokenisedReader(TOKENIZERS[name], chat, field))
     return made

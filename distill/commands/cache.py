@@ -59,14 +59,14 @@ def cache(
     distill run chat-8b-to-1b.yaml "teacher={type: cache, path: caches/chat}"
     distill cache llama3-8b-to-1b-cached && distill run llama3-8b-to-1b-cached
     """
-    from distill.teachers.backends.stored.settings import Settings, default_tail
+    from distill.teachers.backends.stored.settings import CacheOptions, default_tail
 
     _, resolved = load_recipe(recipe, overrides)
     teacher = resolved.teacher
     stored = teacher.path if isinstance(teacher, StoredTeacherConfig) else None
     folder = out or (CACHES / resolved.name if stored is None else Path(stored).expanduser())
     check_folder(folder, "--out" if out else "teacher")
-    settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
+    settings = CacheOptions(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         raise typer.Exit(launch.restart(processes))

@@ -26,7 +26,7 @@ from distill.teachers.backends.stored.epoch import fill_store
 from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
 from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.backends.stored.plan import StoredPlan
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.base import Teacher
@@ -124,7 +124,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
 def make_cache(
     loaded: Loaded,
     folder: Path,
-    settings: Settings,
+    settings: CacheOptions,
     *,
     say: Callable[[str], None],
     progress: Callable[[int], AbstractContextManager[Callable[[int], None]]],

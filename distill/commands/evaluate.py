@@ -217,7 +217,7 @@ def compare(
     distill compare runs/a runs/b --plot curves.html
     """
     from distill.reports.compare_runs import (
-        Group,
+        RunGroup,
         curves_page,
         describe_changes,
         evaluation_differences,
@@ -247,7 +247,7 @@ def compare(
     measures = {group.measure.name for group in groups}
     name = measures.pop() if len(measures) == 1 else ""  # of several measures, each line names its own
 
-    def p_of(group: Group) -> str:
+    def p_of(group: RunGroup) -> str:
         if group is groups[0] or group.measure != groups[0].measure:
             return "" if group is groups[0] else "another measure"
         return "one seed" if group.p_value is None else f"{group.p_value:.3f}"

@@ -101,7 +101,7 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     """
     import torch
 
-    from distill.models.layers import layer_indices, layers_of
+    from distill.models.layers import layer_count, layer_indices
     from distill.models.prune.pruning import student_config, trial_ids
     from distill.models.prune.widths import target_widths
 
@@ -123,7 +123,7 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
         return statistics.median(times[1:])
 
     def cost(cut: FromTeacher) -> float:
-        shape = student_config(config, layer_indices(cut, layers_of(config)), target_widths(cut, config))
+        shape = student_config(config, layer_indices(cut, layer_count(config)), target_widths(cut, config))
         with device:
             student: Any = type(teacher)(shape)
         return seconds(student.to(teacher.dtype).eval()) / whole

@@ -65,7 +65,7 @@ def serve(
         )
     except ModuleNotFoundError as error:
         raise ValueError(f"distill serve: {error.name} is missing: pip install 'distill-toolkit[serve]'") from None
-    from distill.serving.app import Limits, make_app
+    from distill.serving.app import RequestLimits, make_app
     from distill.serving.connections import Server, listen
     from distill.serving.sharded import ShardedEngine, join_launch
 
@@ -85,7 +85,7 @@ def serve(
     if isinstance(engine, ShardedEngine) and not is_main_process():
         engine.follow()
         return
-    app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
+    app = make_app(engine, token, RequestLimits(max_tokens, batch_tokens, queue_tokens))
     console.print_lines("\n".join(describe(engine)))
     bound = listeners[0].getsockname()[1]
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"

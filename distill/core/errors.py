@@ -151,7 +151,7 @@ class Alias(NamedTuple):
     cure: str = ""
 
 
-class Names(NamedTuple):
+class FieldNames(NamedTuple):
     """Names that other tools use, for suggestions in error messages.
 
     Attributes:
@@ -167,7 +167,7 @@ class Names(NamedTuple):
     patterns: Mapping[str, str]
 
 
-ReadNames = Callable[[], Names]
+ReadNames = Callable[[], FieldNames]
 
 
 def explain(error: ValidationError, model: type[BaseModel], names: ReadNames) -> list[str]:

@@ -20,8 +20,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from distill.data.messages import CALL_ID, QUESTION, Adapter, content_of
-from distill.data.rendering import NOT_LOCATED, Message, Renderer, Span, Tools
+from distill.data.messages import CALL_ID, QUESTION, MessageAdapter, content_of
+from distill.data.rendering import NOT_LOCATED, Message, Renderer, TextSpan, Tools
 from distill.data.rows import RowFault
 
 WHOLE = 64  # messages up to which turns are compared with the whole conversation before them
@@ -32,7 +32,7 @@ EARLIER = 4  # messages before a turn that are tried with this mark, from the la
 LARGER = 1.25  # growth of an example, relative to the last one that fitted, after which it is checked again
 
 
-class Turn(NamedTuple):
+class AssistantTurn(NamedTuple):
     """Assistant turn after its prompt, as in inference.
 
     Attributes:
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     """
 
     text: str
-    spans: list[Span]
+    spans: list[TextSpan]
 
 
 class RenderedChat(NamedTuple):
@@ -54,14 +54,14 @@ class RenderedChat(NamedTuple):
     """
 
     text: str
-    spans: list[Span]
+    spans: list[TextSpan]
     turns: list[int]
 
 
 class Turns:
     """Locator of the assistant turns of conversations, in the layout of `adapter`."""
 
-    def __init__(self, renderer: Renderer, adapter: Adapter) -> None:
+    def __init__(self, renderer: Renderer, adapter: MessageAdapter) -> None:
         self._renderer = renderer
         self._adapter = adapter
 
@@ -102,7 +102,7 @@ class Turns:
                 tried = LARGER * length
             yield RenderedChat(turn.text, turn.spans, [number] * len(turn.spans))
 
-    def turn(self, messages: Sequence[Message], tools: Tools, number: int) -> Turn:
+    def turn(self, messages: Sequence[Message], tools: Tools, number: int) -> AssistantTurn:
         """Return message `number` after those before it.
 
         Raises:
@@ -130,11 +130,11 @@ class Turns:
             thought = self._lost_thought(message, before, upto[start:])
             if thought:
                 turn = thought + self._end(upto, start, message)[start:].lstrip("\n")
-                return Turn(before + turn, [(len(before), len(before) + len(turn))])
+                return AssistantTurn(before + turn, [(len(before), len(before) + len(turn))])
         text = self._end(upto, start, message)
         if self._header and text.startswith(self._header, start) and not before.endswith(self._header):
             start += len(self._header)  # the generation prompt lacks the turn's header, which a model does not write
-        return Turn(text, [(start, len(text))])
+        return AssistantTurn(text, [(start, len(text))])
 
     def _place(self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str) -> int | None:
         """Return where turn `number` begins in `upto`, whose earlier messages differ from those in `before`.
@@ -163,8 +163,8 @@ class Turns:
         return None
 
     def _marked(
-        self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str, marks: list[Span]
-    ) -> Turn:
+        self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str, marks: list[TextSpan]
+    ) -> AssistantTurn:
         """Return the marked ranges of this turn: those after everything that the messages before it render."""
         end = len(before)
         if not upto.startswith(before):
@@ -179,7 +179,7 @@ class Turns:
         if not spans:
             raise RowFault("the template marks no assistant text")
         text = self._end(upto, spans[-1][0], messages[number], spans[-1][1])
-        return Turn(text, [*spans[:-1], (spans[-1][0], len(text))])
+        return AssistantTurn(text, [*spans[:-1], (spans[-1][0], len(text))])
 
     def _end(self, upto: str, start: int, message: Message, marked: int | None = None) -> str:
         """Return the text up to the turn's end, closed by the token at which inference stops.
@@ -312,7 +312,7 @@ class Turns:
 
     def _located(
         self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]
-    ) -> Iterator[tuple[int, Turn, int, int]]:
+    ) -> Iterator[tuple[int, AssistantTurn, int, int]]:
         """Yield each turn with a position in its own text up to which it was compared, and in the whole text.
 
         Turns of a long conversation are rendered after the messages before the first response and a few before the
@@ -368,9 +368,9 @@ def _after_mark(marked: str, text: str) -> str | None:
     return rest if mark and text.endswith(rest) else None
 
 
-def merge_ranges(spans: Sequence[Span]) -> list[Span]:
+def merge_ranges(spans: Sequence[TextSpan]) -> list[TextSpan]:
     """Return ranges with touching ones merged and empty ones removed."""
-    found: list[Span] = []
+    found: list[TextSpan] = []
     for start, end in sorted((start, end) for start, end in spans if end > start):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(end, found[-1][1]))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from distill.data import template_coverage
 from distill.data.assistant_turns import RenderedChat, Turns
 from distill.data.known_columns import TRAINED
-from distill.data.messages import Adapter, content_of, is_trained, untrained_ranges, without_reasoning
-from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
+from distill.data.messages import MessageAdapter, content_of, is_trained, untrained_ranges, without_reasoning
+from distill.data.rendering import FROZEN_DAY, Message, Renderer, TemplateError, TextSpan, Tools, freeze_date
 from distill.data.rows import RowFault
 from distill.data.trained_parts import without_untrained
 
@@ -29,8 +29,8 @@ __all__ = [
     "ChatTemplate",
     "Message",
     "RenderedChat",
-    "Span",
     "TemplateError",
+    "TextSpan",
     "Tools",
     "TrainingChat",
     "freeze_date",
@@ -118,7 +118,7 @@ class ChatTemplate(Renderer):
 
     def _begin(self) -> None:
         """Forget what was found out about the template."""
-        self.adapter = Adapter(self)
+        self.adapter = MessageAdapter(self)
         self._turns = Turns(self, self.adapter)
 
     def variant(self, tools: Tools, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:

@@ -11,7 +11,7 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 
-Row = Mapping[str, Any]
+BatchRow = Mapping[str, Any]
 
 
 class BatchColumns(Protocol):
@@ -20,7 +20,7 @@ class BatchColumns(Protocol):
     It is pickled where worker processes load the data, and therefore holds no model and no connection.
     """
 
-    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator, /) -> Mapping[str, Any]:
+    def __call__(self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator, /) -> Mapping[str, Any]:
         """Return columns by name; tensors are in host memory.
 
         Args:
@@ -57,7 +57,7 @@ class Collator:
     columns: Sequence[BatchColumns] = ()
     custom: Callable[[list[Any]], Mapping[str, Any]] | None = None
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[BatchRow]) -> dict[str, torch.Tensor]:
         """Return a batch of `rows`, each with `input_ids`, `labels` (not shifted) and `position_ids`.
 
         A row without `labels` is trained on whole, and one without `position_ids` is one document. Tokens at a row's
@@ -77,7 +77,7 @@ class Collator:
         rows = [_without_padding(row) if "attention_mask" in row else row for row in rows]
         return self.extend(rows, self._padded(rows))
 
-    def extend(self, rows: Sequence[Row], batch: Mapping[str, Any]) -> dict[str, Any]:
+    def extend(self, rows: Sequence[BatchRow], batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch of `rows` with the further columns."""
         batch = dict(batch)
         if self.columns:
@@ -90,7 +90,7 @@ class Collator:
         """Return the column at which a row of `length` tokens begins in a batch of this width."""
         return width - length if self.padding_side == "left" else 0
 
-    def _padded(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _padded(self, rows: Sequence[BatchRow]) -> dict[str, torch.Tensor]:
         # two tokens: models take a single token for a decoding step
         rows = rows or [{"input_ids": [self.pad_token_id] * 2, "labels": [IGNORE_INDEX] * 2, "position_ids": [0, 1]}]
         rows = [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
@@ -126,7 +126,7 @@ def move_batch(batch: Mapping[str, Any], device: torch.device | str, *, non_bloc
     return moved
 
 
-def _without_padding(row: Row) -> Row:
+def _without_padding(row: BatchRow) -> BatchRow:
     """Return a row without the padding that its `attention_mask` [S] masks at its ends."""
     mask = np.asarray(row["attention_mask"]) != 0
     (kept,) = mask.nonzero()
@@ -146,7 +146,7 @@ def _mask_after_padding(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, "labels": labels.masked_fill(follows, IGNORE_INDEX)}
 
 
-def _is_one_document(row: Row) -> bool:
+def _is_one_document(row: BatchRow) -> bool:
     """Return whether a row is one document: its positions end at its length less one."""
     return row["position_ids"][-1] == len(row["input_ids"]) - 1
 

@@ -20,9 +20,9 @@ from distill.core.errors import RunError
 from distill.data.packing import Documents, Ragged
 from distill.data.row_counts import RowCounts
 from distill.data.rows import row_size
-from distill.data.sources import Row, RowFault, Source
+from distill.data.sources import DataSource, RawRow, RowFault
 from distill.data.token_cache import cache_key, cached_folder
-from distill.data.tokenise import Batch, Document, RowEncoder
+from distill.data.tokenise import RowBatch, RowEncoder, TokenisedDocument
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ BATCH_CHARACTERS = 1 << 22
 
 
 def tokenise_documents(
-    source: Source, encoder: RowEncoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
+    source: DataSource, encoder: RowEncoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
 ) -> tuple[Documents, RowCounts, str, bool]:
     """Return all documents of a source, memory-mapped.
 
@@ -65,8 +65,8 @@ def tokenise_documents(
     return Documents(columns, origin, pointers, rows), tally, key, cached
 
 
-def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
-    batch: Batch = []
+def _batches(rows: Iterable[tuple[int, RawRow | RowFault]]) -> Iterator[RowBatch]:
+    batch: RowBatch = []
     characters = 0
     for number, row in rows:
         batch.append((number, row))
@@ -81,8 +81,8 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
 
 
 def _encoded(
-    batches: Iterator[Batch], encoder: RowEncoder, workers: int
-) -> Iterator[tuple[Iterable[Document], RowCounts]]:
+    batches: Iterator[RowBatch], encoder: RowEncoder, workers: int
+) -> Iterator[tuple[Iterable[TokenisedDocument], RowCounts]]:
     """Yield each batch's documents in order, with a tally that is complete once they are read.
 
     With several processes, at most two batches per worker are in flight.
@@ -93,7 +93,7 @@ def _encoded(
             yield encoder.documents(batch, tally), tally
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder,)) as pool:
-        waiting: deque[Future[tuple[list[Document], RowCounts]]] = deque()
+        waiting: deque[Future[tuple[list[TokenisedDocument], RowCounts]]] = deque()
         try:
             for batch in batches:
                 waiting.append(pool.submit(_encode_here, batch))
@@ -116,12 +116,14 @@ def _set_encoder(encoder: RowEncoder) -> None:
     _encoder_here = encoder
 
 
-def _encode_here(batch: Batch) -> tuple[list[Document], RowCounts]:
+def _encode_here(batch: RowBatch) -> tuple[list[TokenisedDocument], RowCounts]:
     assert _encoder_here is not None
     return _encoder_here(batch)
 
 
-def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], RowCounts]]) -> RowCounts:
+def _write(
+    folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[TokenisedDocument], RowCounts]]
+) -> RowCounts:
     """Write a file of int32 per column, its offsets, and where the documents come from."""
     tally = RowCounts()
     origins = []

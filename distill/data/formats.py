@@ -1,6 +1,7 @@
 """Formats of rows: running text, a prompt with its completion, or a chat.
 
-`detect` decides by the columns; `Format.sample` turns one row into a `Sample`, or raises `RowFault` with the reason.
+`detect` decides by the columns; `RowFormat.sample` turns one row into a `ConversationSample`, or raises `RowFault` with
+the reason.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from distill.data.known_columns import (
     carries_words,
     is_blank,
 )
-from distill.data.row_reader import RowReader, Sample, Unread
-from distill.data.rows import Row, RowFault
+from distill.data.row_reader import ConversationSample, RowReader, Unread
+from distill.data.rows import RawRow, RowFault
 
 __all__ = [
+    "ConversationSample",
     "FieldMap",
-    "Format",
-    "Sample",
+    "RowFormat",
     "Unread",
     "columns_beside",
     "detect",
@@ -52,7 +53,7 @@ class FieldMap(Protocol):
 
 
 @dataclass(frozen=True)
-class Format:
+class RowFormat:
     """Format of a source's rows.
 
     Attributes:
@@ -76,7 +77,7 @@ class Format:
         shape = ", as chat turns" if self.pairs_as_chat else ""
         return f"{self.kind} ({names}{shape})"
 
-    def without(self, columns: Sequence[str]) -> Format:
+    def without(self, columns: Sequence[str]) -> RowFormat:
         """Return the format that leaves these columns to others, such as those that only the teacher reads."""
         kept = {role: name for role, name in self.columns.items() if role in MAIN or name not in columns}
         return replace(self, columns=kept, ignored=(*self.ignored, *columns))
@@ -86,7 +87,7 @@ class Format:
         """Return whether a chat template renders the rows, so that system prompts, tools and reasoning can be read."""
         return self.kind == CHAT or self.pairs_as_chat
 
-    def columns_of(self, row: Row) -> dict[str, str]:
+    def columns_of(self, row: RawRow) -> dict[str, str]:
         """Return the columns of a row by their roles: rows of one file may have more than the first ones."""
         names = tuple(row)
         if names not in self._columns_by_names:
@@ -99,7 +100,7 @@ class Format:
     def _columns_by_names(self) -> dict[tuple[str, ...], dict[str, str]]:
         return {}
 
-    def sample(self, row: Row) -> Sample:
+    def sample(self, row: RawRow) -> ConversationSample:
         """Convert one row.
 
         A pair with a chat template becomes a chat of two turns; without one, prompt and completion are concatenated,
@@ -110,7 +111,7 @@ class Format:
         """
         return RowReader(self, row).sample()
 
-    def unread_columns(self, row: Row, used: Collection[str] = ()) -> list[Unread]:
+    def unread_columns(self, row: RawRow, used: Collection[str] = ()) -> list[Unread]:
         """Return the columns of a row that hold something and are not read.
 
         Args:
@@ -138,9 +139,9 @@ def detect(
     *,
     source: str = "",
     has_template: bool = False,
-    rows: Callable[[], Iterable[Row | RowFault]] = tuple,
+    rows: Callable[[], Iterable[RawRow | RowFault]] = tuple,
     ignored: Sequence[str] = (),
-) -> Format:
+) -> RowFormat:
     """Determine the format of rows.
 
     Args:
@@ -162,9 +163,9 @@ def detect(
         if name not in columns:
             raise ValueError(f"data.fields.{role}: no column {name!r}; {there}")
 
-    def made(kind: str, main: dict[str, str]) -> Format:
+    def made(kind: str, main: dict[str, str]) -> RowFormat:
         as_chat = has_template and kind in (PAIR, PROMPTS)
-        format = Format(kind, main, pairs_as_chat=as_chat, ignored=tuple(ignored))
+        format = RowFormat(kind, main, pairs_as_chat=as_chat, ignored=tuple(ignored))
         return with_columns_beside(format, columns, fields)
 
     if format == "prompts":
@@ -194,7 +195,7 @@ def detect(
     return made(kind, found)
 
 
-def with_columns_beside(format: Format, columns: Sequence[str], fields: FieldMap) -> Format:
+def with_columns_beside(format: RowFormat, columns: Sequence[str], fields: FieldMap) -> RowFormat:
     """Return the format with the columns that are read beside its own: as the recipe maps them, else by their names.
 
     Raises:
@@ -204,7 +205,7 @@ def with_columns_beside(format: Format, columns: Sequence[str], fields: FieldMap
     return replace(format, columns=format.columns | columns_beside(format, columns))
 
 
-def columns_beside(format: Format, columns: Iterable[str]) -> dict[str, str]:
+def columns_beside(format: RowFormat, columns: Iterable[str]) -> dict[str, str]:
     """Return the columns that are read beside those of the prompt, the completion or the messages, by their roles.
 
     Args:
@@ -229,11 +230,11 @@ def columns_beside(format: Format, columns: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _is_read(known: Known, format: Format) -> bool:
+def _is_read(known: Known, format: RowFormat) -> bool:
     return format.kind in known.kinds and (format.renders_chats or known.role not in NEEDS_TEMPLATE)
 
 
-def _mapped_beside(format: Format, columns: Collection[str], fields: FieldMap) -> dict[str, str]:
+def _mapped_beside(format: RowFormat, columns: Collection[str], fields: FieldMap) -> dict[str, str]:
     """Return the columns that the recipe maps beside those of the prompt, the completion or the messages.
 
     Raises:
@@ -278,12 +279,12 @@ def _shape(columns: list[str], mapped: dict[str, str], format: str) -> tuple[str
     return next(((kind, found) for kind, found in shapes.items() if found), ("text", None))
 
 
-def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -> str:
+def _cure(columns: Sequence[str], format: str, rows: Iterable[RawRow | RowFault]) -> str:
     """Return a setting with which these columns can be read: another `data.format` if they have a known one."""
     known = None if format == "auto" else _shape(list(columns), {}, "auto")
     if known is not None and known[1] is not None:
         return f"they are {known[0]}: data.format={known[0]}"
-    first: Row = next((row for row in islice(rows, 20) if isinstance(row, dict)), {})
+    first: RawRow = next((row for row in islice(rows, 20) if isinstance(row, dict)), {})
     from distill.data.suggestions import field_settings
 
     return f"map them, as in {field_settings(columns, format, first)}"

@@ -26,14 +26,14 @@ from distill.core.units import plural
 from distill.data.chat import ChatOptions, ChatTemplate, template_of
 from distill.data.copies import Chosen, count_copies
 from distill.data.documents import tokenise_documents
-from distill.data.formats import Format, detect
+from distill.data.formats import RowFormat, detect
 from distill.data.known_columns import advice, template_names
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
 from distill.data.rendering import NOT_LOCATED, NOT_RENDERED
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
-from distill.data.sources import Source, open_source, prompt_lines
+from distill.data.sources import DataSource, open_source, prompt_lines
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Encoder, RowEncoder
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import datasets
 
     from distill.data.mixing import Mix, MixedRows
-    from distill.recipe import Data, Part, Validation
+    from distill.recipe import Data, DataPart, Validation
 
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
         raise ValueError(f"data.source: expected a tokenizer for text {data.source!r}; only synthetic needs none")
     template = template_of(data, tokenizer)
 
-    def encoder(format: Format, part: Part) -> Encoder:
+    def encoder(format: RowFormat, part: DataPart) -> Encoder:
         return Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(part.data))
 
     return load_rows(data, encoder, [template], seed=seed)
@@ -107,7 +107,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
 
 def load_rows(
     data: Data,
-    encoder_for: Callable[[Format, Part], RowEncoder],
+    encoder_for: Callable[[RowFormat, DataPart], RowEncoder],
     templates: Sequence[ChatTemplate | None],
     *,
     seed: int,
@@ -120,7 +120,7 @@ def load_rows(
         templates: Chat templates that the encoders use.
     """
 
-    def read(part: Part, number: int) -> tuple[Documents, DataReport, str]:
+    def read(part: DataPart, number: int) -> tuple[Documents, DataReport, str]:
         data = part.data
         source = source_of(part)
         encoder = encoder_for(format_of(source, data, templates), part)
@@ -191,7 +191,7 @@ def load_rows(
     return parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
 
 
-def _share_of(section: Validation, part: Part) -> Validation:
+def _share_of(section: Validation, part: DataPart) -> Validation:
     """Return the validation section of one source: its share of `max_rows`."""
     most = section.max_rows and max(1, round(section.max_rows * part.share))
     return section.model_copy(update={"max_rows": most})
@@ -213,14 +213,14 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
 
 
-def source_of(part: Part) -> Source:
+def source_of(part: DataPart) -> DataSource:
     """Open the rows of one source of a recipe, numbered as the column `row` of tokenised data has them."""
     data = part.data
     source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
     return prompt_lines(source, data.source) if data.format == "prompts" else source
 
 
-def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | None]) -> Format:
+def format_of(source: DataSource, data: Data, templates: Sequence[ChatTemplate | None]) -> RowFormat:
     """Return the format of a source by its columns, the recipe and the chat templates that will render it.
 
     Raises:
@@ -240,7 +240,7 @@ def format_of(source: Source, data: Data, templates: Sequence[ChatTemplate | Non
     return replace(format, keeps_empty=data.empty_answers == "keep", template_reads=tuple(known))
 
 
-def check_first_rows(source: Source, format: Format) -> None:
+def check_first_rows(source: DataSource, format: RowFormat) -> None:
     """Raise if the first rows have columns with words of the conversation that are not read, before all are tokenised.
 
     Raises:
@@ -255,7 +255,7 @@ def check_first_rows(source: Source, format: Format) -> None:
     require_words_are_read(counts, format, source.name)
 
 
-def require_words_are_read(counts: RowCounts, format: Format, name: str, field: str = "data.fields") -> None:
+def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, field: str = "data.fields") -> None:
     """Raise if a column that carries words of the conversation is not read.
 
     Args:
@@ -280,7 +280,7 @@ def require_words_are_read(counts: RowCounts, format: Format, name: str, field: 
     )
 
 
-def columns_of(source: Source) -> tuple[str, ...]:
+def columns_of(source: DataSource) -> tuple[str, ...]:
     """Return the declared columns, else those of the first rows."""
     if source.columns is not None:
         return source.columns
@@ -295,7 +295,7 @@ def columns_of(source: Source) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check(documents: Documents, tally: RowCounts, source: Source, field: str) -> None:
+def _check(documents: Documents, tally: RowCounts, source: DataSource, field: str) -> None:
     """Raise for data without usable documents; warn where much is lost."""
     lost = Counter({reason: count for reason, count in tally.dropped.items() if NOT_RENDERED in reason})
     if lost.total() * 2 > tally.rows_read:
@@ -362,7 +362,7 @@ def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:
     return texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
 
 
-def _validation_part(data: Data) -> Part:
+def _validation_part(data: Data) -> DataPart:
     """Return `data.validation.source` as a source: a path, a hub id, or either with a suffix `:split`."""
     name = data.validation.source or ""
     place, colon, split = name.rpartition(":")

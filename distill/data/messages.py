@@ -15,7 +15,7 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from distill.data.known_columns import REASONING, TRAINED, TRAINED_PARTS
-from distill.data.rendering import Message, Renderer, Span
+from distill.data.rendering import Message, Renderer, TextSpan
 from distill.data.rows import RowFault
 
 THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
@@ -68,7 +68,7 @@ def is_trained(message: Message) -> bool:
     return all(message.get(name, 1) for name in TRAINED)
 
 
-def untrained_ranges(message: Message) -> list[Span]:
+def untrained_ranges(message: Message) -> list[TextSpan]:
     """Return the ranges of a message's text that its `train_detail` (axolotl) excludes.
 
     The ranges of `train_detail` include both ends, and what none of them covers is not trained on; [] without any.
@@ -98,7 +98,7 @@ def without_reasoning(message: Message) -> Message:
     return kept
 
 
-class Adapter:
+class MessageAdapter:
     """Converter of messages to the layout that one template renders.
 
     Attributes of the template, found on first use:

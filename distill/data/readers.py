@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from distill.data.rows import MOST_BYTES, TOO_LONG, Row, RowFault, Rows
+from distill.data.rows import MOST_BYTES, TOO_LONG, RawRow, RowFault, Rows
 
 MOST_SKIPPED = 1 << 30  # characters of a too long line after which the rest of its file is not read
 CHUNK = 1 << 20
@@ -131,7 +131,7 @@ def _read_lines(path: Path) -> Rows:
                 yield _parsed(line, where)
 
 
-def _parsed(line: str, where: str) -> Row | RowFault:
+def _parsed(line: str, where: str) -> RawRow | RowFault:
     if BAD_BYTE.search(line):
         return RowFault("invalid UTF-8", where)
     try:
@@ -252,7 +252,7 @@ def _lines_of_table(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _table_row(row: dict[Any, Any], where: str) -> Row | RowFault:
+def _table_row(row: dict[Any, Any], where: str) -> RawRow | RowFault:
     if any(isinstance(value, str) and BAD_BYTE.search(value) for value in row.values()):
         return RowFault("invalid UTF-8", where)
     return RowFault("more values than columns", where) if isinstance(row.get(""), list) else dict(row)
@@ -286,7 +286,7 @@ def _read_text(path: Path) -> Rows:
                 return
 
 
-def _part_of_text(text: str, name: str) -> Row | RowFault:
+def _part_of_text(text: str, name: str) -> RawRow | RowFault:
     bad = 0 if text.isascii() else len(BAD_BYTE.findall(text))
     if (bad + text.count("\0")) * 100 > len(text):
         return RowFault("invalid UTF-8", f"{name}: {bad + text.count(chr(0)):,} bytes; convert the file to UTF-8")

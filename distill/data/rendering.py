@@ -25,7 +25,7 @@ _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote
 
 Message = dict[str, Any]
 Tools = list[Any] | None  # JSON schemas
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 
 class TemplateError(ValueError):
@@ -36,7 +36,7 @@ class Rendered(NamedTuple):
     """Rendered text, and the character ranges inside its generation markers."""
 
     text: str
-    spans: list[Span]
+    spans: list[TextSpan]
 
 
 def variables_of(source: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""One row, read in its format as a `Sample`: running text, a prompt with its completion, or a chat with its tools."""
+"""One row, read in its format as a `ConversationSample`: text, a prompt and completion, or a chat with tools."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.data.known_columns import CHAT, MEDIA, PROMPTS, REASONING, TEMPLATE_KWARGS, TEXT, is_blank
 from distill.data.read_messages import Conversation, parsed_json, read_history, read_messages, read_tools
-from distill.data.rows import Row, RowFault, TableRow
+from distill.data.rows import RawRow, RowFault, TableRow
 from distill.data.sampled_rows import COLUMNS as SAMPLED_COLUMNS
 from distill.data.sampled_rows import SAMPLED, SampledIds
 from distill.recipe.fields import template_kwargs_error
 
 if TYPE_CHECKING:
-    from distill.data.formats import Format
+    from distill.data.formats import RowFormat
     from distill.data.rendering import Message, Tools
 
 
@@ -30,7 +30,7 @@ class Unread(NamedTuple):
     carries_words: bool = False
 
 
-class Sample(NamedTuple):
+class ConversationSample(NamedTuple):
     """Document before tokenisation.
 
     Attributes:
@@ -59,16 +59,16 @@ class Sample(NamedTuple):
 class RowReader:
     """Reader of one row; it collects what of the row is not read."""
 
-    def __init__(self, format: Format, row: Row) -> None:
+    def __init__(self, format: RowFormat, row: RawRow) -> None:
         self.format = format
         self.columns = format.columns_of(row)
         self.row = row
         self.unread: list[Unread] = []
         self.tools: Tools = None
 
-    def sample(self) -> Sample:
+    def sample(self) -> ConversationSample:
         if self.format.kind == TEXT:
-            sample = Sample(text=_text(self.row, self.columns["text"]))
+            sample = ConversationSample(text=_text(self.row, self.columns["text"]))
         else:
             self._refuse_unwanted()
             self.tools = self._tools()
@@ -122,9 +122,9 @@ class RowReader:
             self.tools = found.tools
         return found.messages
 
-    def _pair_or_chat(self) -> Sample:
+    def _pair_or_chat(self) -> ConversationSample:
         if self.format.kind == CHAT:
-            return Sample(messages=self._with_chosen(self._messages(self.columns["messages"])))
+            return ConversationSample(messages=self._with_chosen(self._messages(self.columns["messages"])))
         prompt = self.columns["prompt"]
         completion = self.columns["completion"]
         prompted = self.row.get(prompt)
@@ -139,18 +139,18 @@ class RowReader:
             turns = self._messages(prompt)
             if isinstance(answered, str):
                 answer = _text(self.row, completion, keeps_empty=self.format.keeps_empty)
-                return Sample(messages=[*turns, self._answer(answer)], first_trained=len(turns))
-            return Sample(messages=turns + self._messages(completion), first_trained=len(turns))
+                return ConversationSample(messages=[*turns, self._answer(answer)], first_trained=len(turns))
+            return ConversationSample(messages=turns + self._messages(completion), first_trained=len(turns))
         question = self._question(prompt)
         if self.format.pairs_as_chat and _is_reply(answered):
             turns = [*self._history(), {"role": "user", "content": question}]
-            return Sample(messages=turns + self._messages(completion))
+            return ConversationSample(messages=turns + self._messages(completion))
         answer = self._first_answer(completion)
         if self.format.pairs_as_chat:
             turns = [*self._history(), {"role": "user", "content": question}, self._answer(answer)]
-            return Sample(messages=turns)
+            return ConversationSample(messages=turns)
         joint = "" if question[-1:].isspace() or answer[:1].isspace() else "\n"
-        return Sample(text=answer, prompt=question + joint)
+        return ConversationSample(text=answer, prompt=question + joint)
 
     def _with_chosen(self, messages: list[Message]) -> list[Message]:
         """Return a chat with the chosen response, if it ends without one."""
@@ -200,16 +200,16 @@ class RowReader:
         value = self._value("history")
         return [] if is_blank(value) else read_history(value, self.columns["history"])
 
-    def _prompt(self) -> Sample:
+    def _prompt(self) -> ConversationSample:
         (role, column), *_ = self.columns.items()
         if role == "messages" or isinstance(self.row.get(column), list):
-            return Sample(messages=_without_last_answer(self._messages(column)))
+            return ConversationSample(messages=_without_last_answer(self._messages(column)))
         text = self._question(column)
         if role == "prompt" and self.format.pairs_as_chat:
-            return Sample(messages=[*self._history(), {"role": "user", "content": text}])
-        return Sample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
+            return ConversationSample(messages=[*self._history(), {"role": "user", "content": text}])
+        return ConversationSample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
 
-    def _with_system(self, sample: Sample) -> Sample:
+    def _with_system(self, sample: ConversationSample) -> ConversationSample:
         """Return the sample with the column of system prompts, if its messages have none."""
         system = self._value("system")
         if sample.messages is None or not isinstance(system, str) or not system.strip():
@@ -224,7 +224,7 @@ class RowReader:
         messages = [{"role": "system", "content": system}, *sample.messages]
         return sample._replace(messages=messages, first_trained=sample.first_trained + 1)
 
-    def _name_unread(self, sample: Sample) -> None:
+    def _name_unread(self, sample: ConversationSample) -> None:
         used = [message["content"] for message in sample.messages or ()] + [sample.prompt or "", sample.text or ""]
         unread = self.format.unread_columns(self.row, [text for text in used if isinstance(text, str)])
         # columns of `distill sample` are read by the encoders
@@ -277,7 +277,7 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _text(row: Row, column: str, *, keeps_empty: bool = False) -> str:
+def _text(row: RawRow, column: str, *, keeps_empty: bool = False) -> str:
     value = row.get(column)
     if value is None:
         raise RowFault("null", f"column {column!r}") if column in row else RowFault("no value", f"column {column!r}")

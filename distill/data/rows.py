@@ -21,17 +21,17 @@ class RowFault(ValueError):
         return RowFault, (self.reason, self.detail)
 
 
-Row = dict[str, Any]
+RawRow = dict[str, Any]
 
 
-class TableRow(Row):
+class TableRow(RawRow):
     """Row of an Arrow table, whose objects have the keys of all objects of their column, null where they have none."""
 
 
-Rows = Iterator[Row | RowFault]
+Rows = Iterator[RawRow | RowFault]
 
 
-def row_size(row: Row, most: int = MOST_BYTES) -> int:
+def row_size(row: RawRow, most: int = MOST_BYTES) -> int:
     """Return the characters of a row's texts plus 16 per value, about its size as JSON; counted up to `most`."""
     total = 0
     waiting = [row]

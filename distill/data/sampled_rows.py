@@ -20,7 +20,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distill.data.rows import Row, RowFault
+from distill.data.rows import RawRow, RowFault
 
 PROMPT_IDS = "prompt_ids"
 COMPLETION_IDS = "completion_ids"
@@ -61,7 +61,7 @@ class SampledIds(NamedTuple):
             raise RowFault(OTHER_TOKENS, "only a student with the vocabulary of the model that sampled it can use it")
 
 
-def sampled_ids(row: Row) -> SampledIds | None:
+def sampled_ids(row: RawRow) -> SampledIds | None:
     """Return the token ids of a row that `distill sample` wrote; None for any other row.
 
     Raises:

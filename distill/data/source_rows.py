@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distill.data.collator import Collator
-from distill.data.collator import Row as PackedRow
+from distill.data.collator import BatchRow, Collator
 from distill.data.packing import ROW
-from distill.data.rows import Row, RowFault, TableRow
-from distill.data.sources import Source
+from distill.data.rows import RawRow, RowFault, TableRow
+from distill.data.sources import DataSource
 from distill.data.token_cache import cache_key, cached_folder
 
 SOURCE_ROWS = "source_rows"  # of a batch: int64 [B, D, 3], -1 beyond a row's documents
@@ -46,7 +45,7 @@ class SourceRow(NamedTuple):
 class SourceRowColumn:
     """Column `SOURCE_ROWS` of a batch, for reward functions and environments."""
 
-    def __call__(self, rows: Sequence[PackedRow], batch: Mapping[str, Any], collator: Collator) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator) -> dict[str, Any]:
         """Return the column; documents of padding have -1.
 
         Raises:
@@ -78,13 +77,13 @@ class StoredRows:
         self._offsets = np.load(folder / "offsets.npy")
         self._text = np.memmap(folder / "rows.json", np.uint8, "r")
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> RawRow:
         text = self._text[self._offsets[number] : self._offsets[number + 1]].tobytes()
         is_table, row = json.loads(text)
         return TableRow(row) if is_table else row
 
 
-def store_rows(source: Source, *, max_rows: int | None, cache: bool) -> StoredRows:
+def store_rows(source: DataSource, *, max_rows: int | None, cache: bool) -> StoredRows:
     """Read a source once and keep its rows on disk, so that each is found by its number.
 
     Args:

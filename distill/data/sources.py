@@ -19,9 +19,19 @@ from typing import Any
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
-from distill.data.rows import Row, RowFault, Rows, TableRow
+from distill.data.rows import RawRow, RowFault, Rows, TableRow
 
-__all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_file", "open_source", "prompt_lines"]
+__all__ = [
+    "STDLIB",
+    "DataSource",
+    "RawRow",
+    "RowFault",
+    "Rows",
+    "local_path",
+    "missing_file",
+    "open_source",
+    "prompt_lines",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +57,7 @@ SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Rows and their identity.
 
     Attributes:
@@ -65,7 +75,9 @@ class Source:
     kind: str | None = None
 
 
-def open_source(source: str, *, field: str = "data.source", subset: str | None = None, split: str = "train") -> Source:
+def open_source(
+    source: str, *, field: str = "data.source", subset: str | None = None, split: str = "train"
+) -> DataSource:
     """Open the source that `source` names.
 
     Args:
@@ -95,7 +107,7 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
 
 
-def prompt_lines(source: Source, name: str) -> Source:
+def prompt_lines(source: DataSource, name: str) -> DataSource:
     """Return a source of prompts: of a text file each line is one, other sources stay as they are."""
     path = local_path(name)
     if source.kind != "text" or not path.is_file():
@@ -108,7 +120,7 @@ def prompt_lines(source: Source, name: str) -> Source:
             else:
                 yield from ({"prompt": line} for line in _lines_of(str(row["text"])))
 
-    return Source(source.name, f"{source.digest}-lines", rows, ("prompt",))
+    return DataSource(source.name, f"{source.digest}-lines", rows, ("prompt",))
 
 
 def _lines_of(text: str) -> list[str]:
@@ -139,7 +151,7 @@ def missing_file(source: str, field: str) -> str | None:
     )
 
 
-def _stdlib() -> Source:
+def _stdlib() -> DataSource:
     """Return the installed Python's standard library as text, some 4 MB, in an order fixed by name hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -162,7 +174,7 @@ def _stdlib() -> Source:
         digest.update(content)
     if not texts:
         raise ValueError(f"data.source: {STDLIB} found no source files in {root}; use a local file or folder instead")
-    return Source(STDLIB, digest.hexdigest(), lambda: ({"text": text} for text in texts), ("text",), "text")
+    return DataSource(STDLIB, digest.hexdigest(), lambda: ({"text": text} for text in texts), ("text",), "text")
 
 
 # local files
@@ -206,7 +218,7 @@ def _split_of(path: Path) -> str | None:
     return None
 
 
-def _of_files(name: str, files: list[Path], field: str) -> Source:
+def _of_files(name: str, files: list[Path], field: str) -> DataSource:
     digest = hashlib.sha256()
     for path in files:
         if kind_of_file(path) not in SUFFIXES:
@@ -223,13 +235,13 @@ def _of_files(name: str, files: list[Path], field: str) -> Source:
             yield from read_file(path, field)
 
     only_text = all(kind_of_file(path) == ".txt" for path in files)
-    return Source(name, digest.hexdigest(), rows, ("text",) if only_text else None, "text" if only_text else None)
+    return DataSource(name, digest.hexdigest(), rows, ("text",) if only_text else None, "text" if only_text else None)
 
 
 # through the datasets library
 
 
-def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
+def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> DataSource:
     dataset = load()
     if hasattr(dataset, "keys"):  # a DatasetDict
         if split not in dataset:
@@ -240,7 +252,7 @@ def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
     def rows() -> Rows:
         yield from map(TableRow, dataset)
 
-    return Source(name, str(dataset._fingerprint), rows, columns)
+    return DataSource(name, str(dataset._fingerprint), rows, columns)
 
 
 def _load_saved(path: Path, field: str) -> Any:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, Span, TrainingChat
+from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TextSpan, TrainingChat
 from distill.data.row_counts import RowCounts
-from distill.data.rows import Row, RowFault
+from distill.data.rows import RawRow, RowFault
 from distill.data.sampled_rows import TRUNCATED, sampled_ids, vocabulary_hash
 from distill.data.token_cache import tokenizer_hash
 
 if TYPE_CHECKING:
-    from distill.data.formats import Format, Sample
+    from distill.data.formats import ConversationSample, RowFormat
 
 BLOCK = 1 << 16  # characters per text for the tokenizer: some take quadratic time over one long word
 CALL = 1 << 19  # characters per call of the tokenizer, whose result takes some 200 bytes per token
@@ -38,10 +38,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
-Batch = list[tuple[int, Row | RowFault]]
+RowBatch = list[tuple[int, RawRow | RowFault]]
 
 
-class Document(Protocol):
+class TokenisedDocument(Protocol):
     """Tokenised document: `columns()` by name, int32, and where it comes from."""
 
     @property
@@ -62,8 +62,8 @@ class Document(Protocol):
     def columns(self) -> Mapping[str, np.ndarray]: ...
 
 
-class Piece(NamedTuple):
-    """Document of a row: int32 ids and labels of one length, and where it comes from (`Document`)."""
+class DocumentSlice(NamedTuple):
+    """Document of a row: int32 ids and labels of one length, and where it comes from (`TokenisedDocument`)."""
 
     ids: np.ndarray
     labels: np.ndarray
@@ -91,7 +91,7 @@ class MaskedText(NamedTuple):
 
     number: int
     text: str
-    spans: list[Span]
+    spans: list[TextSpan]
     templated: bool
     origin: int
     ended: bool = True
@@ -125,15 +125,15 @@ class RowEncoder:
         columns: Columns of a document; for columns of indices, the columns that successive entries index, else ().
     """
 
-    format: Format
+    format: RowFormat
     columns: Mapping[str, tuple[str, ...]]
 
-    def __call__(self, batch: Batch) -> tuple[list[Document], RowCounts]:
+    def __call__(self, batch: RowBatch) -> tuple[list[TokenisedDocument], RowCounts]:
         """Return the documents of numbered rows, and the tally of the rows."""
         tally = RowCounts()
         return list(self.documents(batch, tally)), tally
 
-    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
+    def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
         """Yield the documents of numbered rows; rows that cannot be used are counted, never raised.
 
         Raises:
@@ -145,7 +145,7 @@ class RowEncoder:
         """Return everything that affects the result, as plain JSON."""
         raise NotImplementedError
 
-    def sample(self, row: Row | RowFault, tally: RowCounts) -> Sample:
+    def sample(self, row: RawRow | RowFault, tally: RowCounts) -> ConversationSample:
         """Read one row; raises RowFault if it cannot be used."""
         tally.rows_read += 1
         if isinstance(row, RowFault):
@@ -167,7 +167,7 @@ class Encoder(RowEncoder):
     def __init__(
         self,
         tokenizer: Any,
-        format: Format,
+        format: RowFormat,
         template: ChatTemplate | None,
         *,
         max_length: int,
@@ -194,7 +194,7 @@ class Encoder(RowEncoder):
         template = self.template.settings() if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
 
-    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
+    def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
         """Yield the documents of numbered rows; rows that cannot be used are counted."""
         texts: list[tuple[int, str]] = []
         waiting = list[MaskedText]()
@@ -225,7 +225,7 @@ class Encoder(RowEncoder):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         yield from self._pieces(waiting, tally)
 
-    def takes_ids(self, sample: Sample) -> bool:
+    def takes_ids(self, sample: ConversationSample) -> bool:
         """Return whether a row is trained on by its sampled token ids: they are of this tokenizer's vocabulary.
 
         Reasoning that `data.reasoning` drops has to be found in the text.
@@ -237,7 +237,7 @@ class Encoder(RowEncoder):
     def _vocabulary(self) -> str:
         return vocabulary_hash(self.tokenizer)
 
-    def as_text(self, sample: Sample) -> Sample:
+    def as_text(self, sample: ConversationSample) -> ConversationSample:
         """Return a row that is trained on by its text, with its answer in parts where it has any.
 
         Raises:
@@ -250,7 +250,7 @@ class Encoder(RowEncoder):
             sampled.require_text()
         return with_parts(sample)
 
-    def sampled_piece(self, number: int, sample: Sample, tally: RowCounts) -> Piece:
+    def sampled_piece(self, number: int, sample: ConversationSample, tally: RowCounts) -> DocumentSlice:
         """Return the sampled ids of row `number` as a document, of any length: the answer alone is trained on.
 
         Raises:
@@ -273,9 +273,9 @@ class Encoder(RowEncoder):
         ids = np.array([*prompt, *completion], dtype=np.int32)
         labels = _labels(ids, np.arange(len(ids)) >= len(prompt))
         message = -1 if sample.messages is None else len(sample.messages) - 1
-        return Piece(ids, labels, text_hash(",".join(map(str, ids.tolist()))), number, message)
+        return DocumentSlice(ids, labels, text_hash(",".join(map(str, ids.tolist()))), number, message)
 
-    def _pieces(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[Piece]:
+    def _pieces(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[DocumentSlice]:
         """Yield chats and pairs as documents, without examples that are too long, which are counted."""
         kept = set[int]()
         faults = dict[int, list[RowFault]]()
@@ -288,7 +288,7 @@ class Encoder(RowEncoder):
                 continue
             tally.truncated += len(encoded.ids) > self.max_length
             kept.add(number)
-            yield Piece(ids, labels, encoded.part.origin, number, encoded.last_message(len(ids)))
+            yield DocumentSlice(ids, labels, encoded.part.origin, number, encoded.last_message(len(ids)))
         self.count_faults(kept, faults, tally)
 
     @staticmethod
@@ -300,7 +300,7 @@ class Encoder(RowEncoder):
             else:
                 tally.drop(number, found[0])
 
-    def chat(self, sample: Sample, options: ChatOptions | None = None) -> TrainingChat:
+    def chat(self, sample: ConversationSample, options: ChatOptions | None = None) -> TrainingChat:
         """Return the training examples of a chat; none for a pair without a template.
 
         Args:
@@ -336,7 +336,7 @@ class Encoder(RowEncoder):
             or len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < self.max_length
         )
 
-    def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[MaskedText]:
+    def partly(self, number: int, sample: ConversationSample, made: TrainingChat) -> list[MaskedText]:
         """Return the texts of a chat or a pair with the ranges to train on."""
         if sample.messages is None:
             prompt = sample.prompt or ""
@@ -394,7 +394,7 @@ class Encoder(RowEncoder):
         made = self.tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
         return [encoding.ids for encoding in made]
 
-    def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: RowCounts) -> Iterator[Piece]:
+    def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: RowCounts) -> Iterator[DocumentSlice]:
         """Yield the pieces of one text from the ids of its blocks."""
         origin = text_hash(text)
         room = self.max_length - len(self.beginning)
@@ -404,11 +404,11 @@ class Encoder(RowEncoder):
         cut = 0
         last = [] if self.end is None else [self.end]
 
-        def pieces(count: int) -> Iterator[Piece]:
+        def pieces(count: int) -> Iterator[DocumentSlice]:
             for start in range(0, count, room):
                 piece = np.concatenate([beginning, ids[start : start + room]])
                 if len(piece) >= 2:  # a single token is predicted by none
-                    yield Piece(piece, _labels(piece, np.ones(len(piece), dtype=bool)), origin, number)
+                    yield DocumentSlice(piece, _labels(piece, np.ones(len(piece), dtype=bool)), origin, number)
 
         for part in parts:
             if len(part) == 0:
@@ -493,7 +493,7 @@ class Encoder(RowEncoder):
         return same, same < len(alone)
 
 
-def with_parts(sample: Sample) -> Sample:
+def with_parts(sample: ConversationSample) -> ConversationSample:
     """Return a row with its sampled answer in parts, such as reasoning and tool calls, where its text lacks them."""
     sampled = sample.sampled
     if sampled is None or sampled.message is None or sample.messages is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from distill.data.assistant_turns import RenderedChat
 from distill.data.messages import untrained_ranges
-from distill.data.rendering import Message, Span
+from distill.data.rendering import Message, TextSpan
 from distill.data.rows import RowFault
 
 
@@ -16,7 +16,7 @@ def without_untrained(example: RenderedChat, messages: Sequence[Message]) -> Ren
     Raises:
         RowFault: Such a message's text stands not exactly once in its turn, so that its parts cannot be located.
     """
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     turns: list[int] = []
     for turn in dict.fromkeys(example.turns):
         kept = [span for span, its_turn in zip(example.spans, example.turns, strict=True) if its_turn == turn]
@@ -30,7 +30,7 @@ def without_untrained(example: RenderedChat, messages: Sequence[Message]) -> Ren
     return example._replace(spans=spans, turns=turns)
 
 
-def _place_of(text: str, spans: Sequence[Span], content: str) -> int:
+def _place_of(text: str, spans: Sequence[TextSpan], content: str) -> int:
     """Return where a message's text begins within the ranges of its turn."""
     kept = content.strip()  # a template may strip it
     start = spans[0][0]
@@ -41,7 +41,7 @@ def _place_of(text: str, spans: Sequence[Span], content: str) -> int:
     return found - content.index(kept)
 
 
-def _without(span: Span, excluded: Sequence[Span]) -> list[Span]:
+def _without(span: TextSpan, excluded: Sequence[TextSpan]) -> list[TextSpan]:
     """Return the pieces of a range that none of the sorted `excluded` ranges covers."""
     pieces = []
     start, end = span

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Line(NamedTuple):
+class CheckLine(NamedTuple):
     """Property of this machine: name, whether it is fine, value, and advice."""
 
     name: str

@@ -20,7 +20,7 @@ from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
 from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
-from distill.doctor.rows import Row, join_rows, split_row
+from distill.doctor.rows import DoctorRow, join_rows, split_row
 from distill.generation.documents import Readers
 from distill.models.patch.packed import isolates_documents
 from distill.objectives.losses import is_soft
@@ -66,7 +66,7 @@ class CheckSetup:
 
     student: nn.Module
     teacher: Any
-    rows: Sequence[Row]
+    rows: Sequence[DoctorRow]
     loss: Loss
     vocab_size: int | None = None
     weights: Sequence[float] = (1.0,)
@@ -144,7 +144,7 @@ class CheckSetup:
     def objective(self) -> Any:
         return DistillationObjective(self.teacher, self.student, self.loss, vocab_size=self.vocab_size)
 
-    def batch(self, rows: Sequence[Row] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
+    def batch(self, rows: Sequence[DoctorRow] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
         """Return `rows` (default: all) as one batch on the device."""
         collate = Collator(pad_token_id, columns=self.teacher.columns, **collator)
         return self.on_device(collate(self.rows if rows is None else rows))
@@ -157,13 +157,13 @@ class CheckSetup:
     def documents(self) -> list[dict[str, list[int]]]:
         return [document for row in self.rows for document in split_row(row)]
 
-    def packed_rows(self) -> list[Row]:
+    def packed_rows(self) -> list[DoctorRow]:
         """Return the rows if one holds several documents, else pairs of them joined, if documents are separated."""
         if not self.separates_documents or any(len(split_row(row)) > 1 for row in self.rows):
             return list(self.rows)
         return [join_rows(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
 
-    def uneven_rows(self) -> list[Row]:
+    def uneven_rows(self) -> list[DoctorRow]:
         """Return the rows; the first is extended by the second if all have equally many trained tokens.
 
         With equal rows, a mean of means equals the mean, so a wrong divisor would not show.
@@ -180,7 +180,7 @@ class CheckSetup:
         return [term for term in TERMS if term.type in self.teacher.format.properties.divergences]
 
     def token_losses(
-        self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
+        self, rows: Sequence[DoctorRow] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
     ) -> list[torch.Tensor]:
         """Return the loss of every trained token (or span), [N, metrics], without gradients, for each of `terms`."""
         batch = self.batch(rows, **collator)

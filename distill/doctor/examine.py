@@ -25,7 +25,7 @@ from torch import nn
 
 from distill.core.environment import environment
 from distill.core.units import GIB
-from distill.doctor.check_result import CheckResult, Line
+from distill.doctor.check_result import CheckLine, CheckResult
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
@@ -53,42 +53,46 @@ LARGE = 3_000_000_000  # parameters of both models, above which truncated copies
 WIDE = Precision(torch.float32, torch.float32, torch.float32)
 
 
-def environment_lines(folder: Path = Path()) -> list[Line]:
+def environment_lines(folder: Path = Path()) -> list[CheckLine]:
     """Return lines on versions, GPUs, Triton, memory and disk."""
     facts = environment()
     names = ("distill", "python", "system", "torch", "transformers", "datasets", "accelerate", "peft")
-    lines = [Line(name, True, facts[name]) for name in names if name in facts]
+    lines = [CheckLine(name, True, facts[name]) for name in names if name in facts]
     lines += [*_gpus(facts), _triton(), _memory(), _disk(folder), _hub()]
     return lines
 
 
-def _gpus(facts: dict[str, str]) -> list[Line]:
+def _gpus(facts: dict[str, str]) -> list[CheckLine]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch is built for CUDA {built} and finds no GPU: see nvidia-smi" if built else "torch is a CPU build"
-        return [Line("GPU", True, f"none ({why}); everything runs on the CPU")]
+        return [CheckLine("GPU", True, f"none ({why}); everything runs on the CPU")]
     lines = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         busy = free < 0.9 * total
         advice = "; another program uses it: see nvidia-smi" if busy else ""
         name = torch.cuda.get_device_name(index)
-        lines.append(Line(f"GPU {index}", not busy, f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free{advice}"))
-    lines.append(Line("driver", True, f"{facts.get('driver', 'unknown')}, CUDA {facts.get('cuda')}"))
+        lines.append(
+            CheckLine(f"GPU {index}", not busy, f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free{advice}")
+        )
+    lines.append(CheckLine("driver", True, f"{facts.get('driver', 'unknown')}, CUDA {facts.get('cuda')}"))
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    lines.append(Line("bf16", bf16, "native" if bf16 else "emulated: set train.precision to float16 or float32"))
+    lines.append(CheckLine("bf16", bf16, "native" if bf16 else "emulated: set train.precision to float16 or float32"))
     return lines
 
 
-def _triton() -> Line:
+def _triton() -> CheckLine:
     """Check Triton by running a kernel on the GPU: it needs a working compiler and driver, not just the package."""
     from distill_kernels.launch import HAS_TRITON
 
     if not HAS_TRITON:
-        return Line("triton", not torch.cuda.is_available(), "not installed, so kernels cannot run: pip install triton")
+        return CheckLine(
+            "triton", not torch.cuda.is_available(), "not installed, so kernels cannot run: pip install triton"
+        )
     version = importlib.metadata.version("triton")
     if not torch.cuda.is_available():
-        return Line("triton", True, f"{version}, not used on a CPU")
+        return CheckLine("triton", True, f"{version}, not used on a CPU")
     from distill_kernels.layers.rms_norm import rms_norm
 
     x = torch.randn(4, 256, device="cuda")
@@ -96,29 +100,33 @@ def _triton() -> Line:
     try:
         off = (rms_norm(x, weight, 1e-6) - torch.nn.functional.rms_norm(x, (256,), weight, 1e-6)).abs().max().item()
     except Exception as error:  # a broken compiler or driver may raise anything
-        return Line("triton", False, f"{version} cannot run a kernel: {str(error).splitlines()[0]}; reinstall torch")
-    return Line("triton", off < 1e-5, f"{version}, a kernel ran with an error of {off:.0e}")
+        return CheckLine(
+            "triton", False, f"{version} cannot run a kernel: {str(error).splitlines()[0]}; reinstall torch"
+        )
+    return CheckLine("triton", off < 1e-5, f"{version}, a kernel ran with an error of {off:.0e}")
 
 
-def _memory() -> Line:
+def _memory() -> CheckLine:
     import psutil  # comes with accelerate
 
     free = psutil.virtual_memory().available / GIB
-    return Line("memory", free >= 4, f"{free:.0f} GiB free" + ("" if free >= 4 else "; close other programs"))
+    return CheckLine("memory", free >= 4, f"{free:.0f} GiB free" + ("" if free >= 4 else "; close other programs"))
 
 
-def _disk(folder: Path) -> Line:
+def _disk(folder: Path) -> CheckLine:
     free = shutil.disk_usage(folder).free / GIB
     writable = os.access(folder, os.W_OK)
     detail = f"{free:.0f} GiB free in {folder.absolute()}"
     if not writable:
-        return Line("disk", False, f"{folder.absolute()} is read-only: runs/ cannot be made here; use another folder")
-    return Line("disk", free >= 10, detail + ("" if free >= 10 else "; checkpoints are large: make room"))
+        return CheckLine(
+            "disk", False, f"{folder.absolute()} is read-only: runs/ cannot be made here; use another folder"
+        )
+    return CheckLine("disk", free >= 10, detail + ("" if free >= 10 else "; checkpoints are large: make room"))
 
 
-def _hub() -> Line:
+def _hub() -> CheckLine:
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    return Line(
+    return CheckLine(
         "hub",
         True,
         "offline (HF_HUB_OFFLINE): only models and data that are on this machine"

@@ -28,7 +28,7 @@ from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import TOLERANCE, CheckSetup, Gradients, take_gradients
 from distill.doctor.rollouts import prompts_of
 from distill.doctor.rows import join_rows, with_masked_end
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.objectives.losses import single_losses
 from distill.teachers.diagnose import diagnose_teacher
 from distill.training.trainer import DistillationTrainer
@@ -208,7 +208,7 @@ def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
     reference = subject.reference
     if not objective.needs_targets:  # hard labels alone: check the teacher's inputs too
         objective.loss = reference.single(objective, subject.divergences[0])
-    reads = [(decoder_of(bare(model)), inputs) for model, inputs in reference.reads(subject.student, batch)]
+    reads = [(decoder_of(unwrap_peft(model)), inputs) for model, inputs in reference.reads(subject.student, batch)]
     inputs_seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]
 
     def remember(place: int) -> Callable[..., None]:

@@ -29,7 +29,7 @@ from distill.core.environment import version_of
 from distill.core.files import free_bytes, nearest_existing
 from distill.core.folders import RUNS
 from distill.core.units import GIB
-from distill.doctor.check_result import CheckResult, Line
+from distill.doctor.check_result import CheckLine, CheckResult
 from distill.doctor.machine_checks import CHECKS, check_kernel, copy_rate, gemm_rate
 from distill.models.gpu_specs import path_of
 
@@ -45,20 +45,20 @@ VARIABLES = re.compile(
 SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH")
 
 
-def machine_lines() -> list[Line]:
+def machine_lines() -> list[CheckLine]:
     """Return lines beyond `environment_lines`: other libraries, GPU families, disks of caches, variables."""
     found = {name: version_of(name) for name in MORE_LIBRARIES}
-    lines = [Line("libraries", True, ", ".join(f"{name} {value}" for name, value in found.items() if value))]
+    lines = [CheckLine("libraries", True, ", ".join(f"{name} {value}" for name, value in found.items() if value))]
     if torch.cuda.is_available():
         cudnn = torch.backends.cudnn.version()
         hip = torch.version.hip
-        lines.append(Line("runtime", True, f"CUDA {torch.version.cuda}, HIP {hip}, cuDNN {cudnn}"))
+        lines.append(CheckLine("runtime", True, f"CUDA {torch.version.cuda}, HIP {hip}, cuDNN {cudnn}"))
         for index in range(torch.cuda.device_count()):
             facts = device_facts(torch.device("cuda", index))
             names = torch.cuda.get_device_properties(index)
             detail = f"{facts.family} ({names.major}.{names.minor}), {facts.multiprocessors} multiprocessors, "
             lines.append(
-                Line(
+                CheckLine(
                     f"GPU {index} path",
                     True,
                     f"{detail}{facts.shared_bytes / 1024:.0f} KiB shared; {path_of(facts.family)}",
@@ -66,14 +66,14 @@ def machine_lines() -> list[Line]:
             )
     else:
         interpreted = "kernels are checked in Triton's interpreter" if HAS_TRITON else "Triton is not installed"
-        lines.append(Line("path", True, f"PyTorch references of the kernels run on the CPU; {interpreted}"))
+        lines.append(CheckLine("path", True, f"PyTorch references of the kernels run on the CPU; {interpreted}"))
         for kind, seen in (("Intel", torch.xpu.is_available()), ("Apple", torch.backends.mps.is_available())):
             if seen:
-                lines.append(Line("path", True, f"the {kind} GPU is not used: only CUDA and CPUs are supported"))
+                lines.append(CheckLine("path", True, f"the {kind} GPU is not used: only CUDA and CPUs are supported"))
     return [*lines, *_folders(), *_variables()]
 
 
-def _folders() -> list[Line]:
+def _folders() -> list[CheckLine]:
     """Return lines on the free space for models, compiled kernels and runs."""
     home = Path.home() / ".cache"
     places = {
@@ -87,15 +87,15 @@ def _folders() -> list[Line]:
         free = free_bytes(place) / GIB
         writable = os.access(nearest_existing(place), os.W_OK)
         detail = f"{place}, {free:.0f} GiB free" + ("" if writable else ", not writable")
-        lines.append(Line(name, writable and free >= 1, detail))
+        lines.append(CheckLine(name, writable and free >= 1, detail))
     return lines
 
 
-def _variables() -> list[Line]:
+def _variables() -> list[CheckLine]:
     """Return lines on environment variables that affect runs, without values that may be secret."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     shown = {name: "(set)" if SECRET.search(name) else os.environ[name] for name in names}
-    return [Line(name, True, re.sub(r"//[^/@\s]*@", "//...@", value)) for name, value in shown.items()]
+    return [CheckLine(name, True, re.sub(r"//[^/@\s]*@", "//...@", value)) for name, value in shown.items()]
 
 
 def check_machine() -> Iterator[CheckResult]:

@@ -22,7 +22,7 @@ from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
 from distill.doctor.remote_outputs import column_prefix, logits_of
 from distill.doctor.rewards import advantage_of
-from distill.doctor.rows import Row, first_trained, split_row
+from distill.doctor.rows import DoctorRow, first_trained, split_row
 from distill.models.load.vocabulary import compare
 from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss, single_losses
 from distill.objectives.targets import Batch
@@ -67,7 +67,9 @@ class Reference:
 
     # ------------------------------------------------------------------ loss
 
-    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+    def loss(
+        self, student: Any, rows: Sequence[DoctorRow], batch: Batch, loss: Loss, columns: int | None
+    ) -> torch.Tensor:
         """Return the mean loss over the trained tokens, [], in `dtype` from the logits on, with the student's graph.
 
         Args:
@@ -89,7 +91,7 @@ class Reference:
         return total
 
     def document_loss(
-        self, student: torch.nn.Module, document: Row, device: torch.device, loss: Loss, columns: int
+        self, student: torch.nn.Module, document: DoctorRow, device: torch.device, loss: Loss, columns: int
     ) -> tuple[torch.Tensor, int]:
         """Return the sum of a document's losses, and their number, for a reference of several teachers."""
         collate = Collator(0, columns=self.teacher.columns)
@@ -99,14 +101,14 @@ class Reference:
             return torch.zeros((), device=device), 0
         return count * self.loss(student, [document], batch, loss, columns), count
 
-    def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
+    def advantages(self, rows: Sequence[DoctorRow]) -> torch.Tensor:
         """Return the advantage of each trained token [N] by the reward that doctor uses, document by document."""
         documents = [document["labels"] for row in rows for document in split_row(row)]
         return torch.tensor(
             [advantage_of(labels) for labels in documents for label in labels[1:] if label != IGNORE_INDEX]
         )
 
-    def teacher_logits(self, rows: Sequence[Row], device: torch.device) -> Mixture:
+    def teacher_logits(self, rows: Sequence[DoctorRow], device: torch.device) -> Mixture:
         """Return each member's weight and full logits [N, V] at the trained positions, document by document."""
         documents = [document for row in rows for document in split_row(row)]
         return [
@@ -123,7 +125,7 @@ class Reference:
     def single(self, objective: DistillationObjective, term: LossTerm) -> TargetLoss:
         """Return the loss of one term."""
         spelled = {name: value for name, value in term._asdict().items() if value is not None}
-        return self.teacher.format.loss({"temperature": self.temperature, "terms": [spelled]}, objective.pairing)
+        return self.teacher.format.loss({"temperature": self.temperature, "terms": [spelled]}, objective.alignment)
 
     @property
     def temperature(self) -> float:

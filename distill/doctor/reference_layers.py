@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference_loss import shift_left
-from distill.models.head import attention_sizes, bare
+from distill.models.head import attention_sizes, unwrap_peft
 from distill.models.layer_states import LayerStates, StateRecorder
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
 from distill.recipe.loss import Loss
@@ -38,7 +38,7 @@ def layer_loss(
     keep = shift_left(batch["labels"]) != IGNORE_INDEX
     own = _states(student, batch)
     other = _states(teacher, batch)
-    configs = [bare(model).config.get_text_config() for model in (student, teacher)]  # type: ignore[union-attr,operator]
+    configs = [unwrap_peft(model).config.get_text_config() for model in (student, teacher)]  # type: ignore[union-attr,operator]
     total = torch.zeros((), dtype=dtype, device=keep.device)
     for term in loss.terms:
         if not isinstance(term, HiddenStateTerm | AttentionRelationTerm) or term.weight == 0:
@@ -61,7 +61,7 @@ def layer_loss(
 
 def _states(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> LayerStates:
     """Return the outputs of all layers, from `output_hidden_states` but for the last, and what attention gets."""
-    count = bare(model).config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    count = unwrap_peft(model).config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
     with StateRecorder(model, [count - 1], range(count)).record() as states:
         inputs = {name: batch[name] for name in INPUTS}
         hidden: Sequence[torch.Tensor] = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states

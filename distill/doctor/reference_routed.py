@@ -16,7 +16,7 @@ from distill.doctor.reference import Reads, Reference, Verdict
 from distill.doctor.reference_spans import SpansReference, figures_of
 from distill.doctor.reference_top_k import TopKReference
 from distill.doctor.remote_outputs import column_prefix
-from distill.doctor.rows import Row, split_row
+from distill.doctor.rows import DoctorRow, split_row
 from distill.models.head import LogitTransform
 from distill.objectives.targets import Batch, TargetFormat
 from distill.objectives.top_k import TopKFormat
@@ -48,7 +48,9 @@ class RoutedReference(Reference):
         """Return the references of the routes whose teachers have tokenizers of their own."""
         return [own for own in self.by_route if isinstance(own, SpansReference)]
 
-    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+    def loss(
+        self, student: Any, rows: Sequence[DoctorRow], batch: Batch, loss: Loss, columns: int | None
+    ) -> torch.Tensor:
         """Return the mean loss over the trained tokens of all documents."""
         device = batch["labels"].device
         total = torch.zeros((), dtype=torch.float64, device=device)

@@ -20,19 +20,19 @@ from distill.data.collator import valid_rows
 from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import OF_KLS, as_specified, divergence_from_kl
 from distill.doctor.remote_outputs import logits_of
-from distill.doctor.rows import Row, split_row
+from distill.doctor.rows import DoctorRow, split_row
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
 from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe.loss import Loss
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.data import CrossColumns
-from distill.teachers.rows.retokenised.encode import Reader, end_pairs
+from distill.teachers.rows.retokenised.encode import TokenisedReader, end_pairs
 from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
 
 class SpansReference(Reference):
-    """Reference of aligned spans. `tokenizers` are `Reader`s, or None in a process that only trains."""
+    """Reference of aligned spans. `tokenizers` are `TokenisedReader`s, or None in a process that only trains."""
 
     @functools.cached_property
     def shared(self) -> Shared:
@@ -43,7 +43,7 @@ class SpansReference(Reference):
         return compare_by_bytes(student, teacher).shared
 
     def loss(
-        self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
+        self, student: nn.Module, rows: Sequence[DoctorRow], batch: Batch, loss: Loss, columns: int | None
     ) -> torch.Tensor:
         """Return the loss row by row without padding, from both models' full logits and the rows' spans."""
         losses = []
@@ -54,11 +54,11 @@ class SpansReference(Reference):
             with torch.no_grad():
                 z_t = self._teacher_logits(row, device).to(self.dtype)
             spans = torch.tensor(row["spans"]).view(-1, 4)
-            both = Logits(z_s, row["input_ids"]), Logits(z_t.detach(), row["teacher_input_ids"])
+            both = ReferenceLogits(z_s, row["input_ids"]), ReferenceLogits(z_t.detach(), row["teacher_input_ids"])
             losses.append(dense_spans(*both, Spans(spans[:, :2], spans[:, 2:]), self.shared, loss))
         return torch.cat(losses).mean()
 
-    def _teacher_logits(self, row: Row, device: torch.device) -> torch.Tensor:
+    def _teacher_logits(self, row: DoctorRow, device: torch.device) -> torch.Tensor:
         """Full logits [S', V] over the teacher's reading, each document by itself; 0 where nothing is compared."""
         found: list[torch.Tensor] = []
         for document in split_row(row):
@@ -138,20 +138,22 @@ def same_bytes(student: bytes, teacher: bytes, student_puts: bool, teacher_puts:
 
 
 @functools.lru_cache(maxsize=8)
-def prepends_space(reader: Reader) -> bool:
+def prepends_space(reader: TokenisedReader) -> bool:
     """Return whether a tokenizer prepends a space to a text."""
     ids = reader.tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and (reader.spelled[ids[0]] or b"").startswith(b" ")
 
 
-class Logits(NamedTuple):
+class ReferenceLogits(NamedTuple):
     """Tokenisation of a text and a model's outputs: logits [S, V] and its S token ids."""
 
     logits: torch.Tensor
     ids: Sequence[int]
 
 
-def dense_spans(student: Logits, teacher: Logits, spans: Spans, shared: Sequence[Any], loss: Loss) -> torch.Tensor:
+def dense_spans(
+    student: ReferenceLogits, teacher: ReferenceLogits, spans: Spans, shared: Sequence[Any], loss: Loss
+) -> torch.Tensor:
     """Return the losses of aligned spans, [M], in the logits' dtype.
 
     Args:

@@ -14,7 +14,7 @@ from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import shift_left, top_k_loss, with_sampled_tail
 from distill.doctor.remote_outputs import as_read, remote_tokens
-from distill.doctor.rows import Row
+from distill.doctor.rows import DoctorRow
 from distill.objectives.targets import Batch
 from distill.objectives.top_k import TopKFormat
 from distill.objectives.top_k_encoding import LEAST_TAIL
@@ -48,13 +48,13 @@ class TopKReference(Reference):
         teacher.format = TopKFormat(manifest)
         return teacher
 
-    def stored(self, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
+    def stored(self, rows: Sequence[DoctorRow], batch: Batch) -> Mapping[str, torch.Tensor]:
         """`ids`, `logprobs` and `tail` of the learned positions: of rows, or, without any, of what the batch holds."""
         inner, read = as_read(self.teacher, rows)
         return remote_tokens(inner, read, batch if inner is self.teacher else self.teacher.inner_batch(batch))
 
     def loss(
-        self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
+        self, student: nn.Module, rows: Sequence[DoctorRow], batch: Batch, loss: Loss, columns: int | None
     ) -> torch.Tensor:
         """Return the loss from the student's full logits, cut to the columns that the tokens were taken from."""
         labels = shift_left(batch["labels"])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from distill.core.labels import shift_labels
 from distill.data.collator import valid_rows
-from distill.doctor.rows import Row
+from distill.doctor.rows import DoctorRow
 from distill.objectives.targets import Batch
 from distill.teachers.backends.served.parity_check import own_logits
 from distill.teachers.backends.served.protocol import TargetRequest
@@ -38,11 +38,11 @@ class OutputReader(NamedTuple):
         tokens: Function of the same arguments to `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
     """
 
-    logits: Callable[[Any, Sequence[Row], Batch], torch.Tensor]
-    tokens: Callable[[Any, Sequence[Row], Batch], Stored]
+    logits: Callable[[Any, Sequence[DoctorRow], Batch], torch.Tensor]
+    tokens: Callable[[Any, Sequence[DoctorRow], Batch], Stored]
 
 
-def stored_logits(teacher: StoredTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+def stored_logits(teacher: StoredTeacher, rows: Sequence[DoctorRow], batch: Batch) -> torch.Tensor:
     """Return fp64 logits from the hidden states and the head in a cache's files."""
     device = batch["input_ids"].device
     store = teacher.store
@@ -58,17 +58,17 @@ def stored_logits(teacher: StoredTeacher, rows: Sequence[Row], batch: Batch) -> 
     return cap * torch.tanh(z / cap) if cap else z
 
 
-def _stored_tokens(teacher: StoredTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
+def _stored_tokens(teacher: StoredTeacher, rows: Sequence[DoctorRow], batch: Batch) -> Stored:
     device = batch["input_ids"].device
     found = teacher.store.look_up(list(rows)) if rows else teacher.store.gather(documents_in(batch).rows)()
     return {name.removeprefix(PREFIX): value.to(device) for name, value in found.items()}
 
 
-def _served_logits(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+def _served_logits(teacher: ServerTeacher, rows: Sequence[DoctorRow], batch: Batch) -> torch.Tensor:
     return own_logits(teacher.client, TargetRequest.of(batch, batch["valid_rows"])).to(batch["input_ids"].device)
 
 
-def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
+def _served_tokens(teacher: ServerTeacher, rows: Sequence[DoctorRow], batch: Batch) -> Stored:
     values = teacher.values(TargetRequest.of(batch, batch["valid_rows"]))
     return {name: value.to(batch["input_ids"].device) for name, value in values.items()}
 
@@ -86,7 +86,7 @@ def store_filler(teacher: Teacher) -> Teacher:
     return teacher
 
 
-def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+def remote_logits(teacher: Teacher, rows: Sequence[DoctorRow], batch: Batch) -> torch.Tensor:
     """Return the logits [N, V] of the trained positions of a teacher without a model in this process."""
     own = store_filler(teacher)
     reader = OUTPUT_READERS.get(type(own))
@@ -95,7 +95,7 @@ def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.
     return reader.logits(own, rows, batch)
 
 
-def remote_tokens(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> Stored:
+def remote_tokens(teacher: Teacher, rows: Sequence[DoctorRow], batch: Batch) -> Stored:
     """Return `ids`, `logprobs` and `tail` of the K tokens of each trained position."""
     own = store_filler(teacher)
     if own.models:
@@ -123,14 +123,14 @@ def column_prefix(member: Teacher) -> str:
     return member.prefix if isinstance(member, ReadingTeacher) else ""
 
 
-def as_read(teacher: Teacher, rows: Sequence[Row]) -> tuple[Teacher, Sequence[Row]]:
+def as_read(teacher: Teacher, rows: Sequence[DoctorRow]) -> tuple[Teacher, Sequence[DoctorRow]]:
     """Return the teacher that computes the outputs of one that reads other tokens, and rows as it reads them."""
     if not isinstance(teacher, ReadingTeacher):
         return teacher, rows
     return teacher.inner, list(map(teacher.reads.teacher_row, rows))
 
 
-def logits_of(teacher: Teacher, document: Row, device: torch.device) -> torch.Tensor:
+def logits_of(teacher: Teacher, document: DoctorRow, device: torch.device) -> torch.Tensor:
     """Return the full logits [N, V] of a teacher at the places of a document whose next token has a label.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.generation.documents import Document
+from distill.generation.documents import RolloutDocument
 from distill.generation.function_calls import FunctionInput
 from distill.generation.rewards import Rewards
 
@@ -31,7 +31,7 @@ def advantages_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def substitute_rewards(scale: str) -> Rewards:
     """Return rewards of rollouts by their tokens; `scale` as in `Rewards`."""
 
-    def function_input(document: Document, answer: Sequence[int]) -> FunctionInput:
+    def function_input(document: RolloutDocument, answer: Sequence[int]) -> FunctionInput:
         return FunctionInput("", "", "", {"tokens": [0, *answer]})
 
     return Rewards(lambda asked: [advantage_of(each.row["tokens"]) for each in asked], function_input, scale)  # type: ignore[arg-type]

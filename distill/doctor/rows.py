@@ -12,18 +12,18 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 
-Row = Mapping[str, Sequence[int]]
-Document = dict[str, list[int]]
+DoctorRow = Mapping[str, Sequence[int]]
+DoctorDocument = dict[str, list[int]]
 OTHERS = ("teacher_input_ids", "teacher_position_ids")
 # columns of indices into the student's reading (0) and the teacher's (1), by place
 POINTERS = {"spans": (0, 0, 1, 1), "answer_starts": (0, 1)}
 
 
-def split_row(row: Row) -> list[Document]:
+def split_row(row: DoctorRow) -> list[DoctorDocument]:
     """Return the documents of a packed row, split where the positions of both readings restart."""
     own = [name for name in row if name not in (*OTHERS, *POINTERS, "route")]
     begins = document_bounds(row["position_ids"])
-    found = list[Document]()
+    found = list[DoctorDocument]()
     others = document_bounds(row[OTHERS[1]]) if OTHERS[1] in row else begins
     for number, ((a, b), (c, d)) in enumerate(zip(begins, others, strict=True)):
         document = {name: list(row[name][a:b]) for name in own}
@@ -38,9 +38,9 @@ def split_row(row: Row) -> list[Document]:
     return found
 
 
-def join_rows(parts: Sequence[Row]) -> Document:
+def join_rows(parts: Sequence[DoctorRow]) -> DoctorDocument:
     """Return documents joined to one row; indices are shifted."""
-    row: Document = {name: [] for name in parts[0]}
+    row: DoctorDocument = {name: [] for name in parts[0]}
     for part in parts:
         begins = np.array([len(row["input_ids"]), len(row.get(OTHERS[0], ()))])
         for name, values in row.items():
@@ -51,7 +51,7 @@ def join_rows(parts: Sequence[Row]) -> Document:
     return row
 
 
-def shorten(document: Row, tokens: int) -> Document | None:
+def shorten(document: DoctorRow, tokens: int) -> DoctorDocument | None:
     """Return a document cut after the first trained tokens, about `tokens` long; None without trained tokens.
 
     Aligned spans are cut after the last one that ends before the limit; readings with the same answer, which end alike,
@@ -76,7 +76,7 @@ def shorten(document: Row, tokens: int) -> Document | None:
     }
 
 
-def with_masked_end(row: Row, token: int) -> Document:
+def with_masked_end(row: DoctorRow, token: int) -> DoctorDocument:
     """Return the row with one more, masked token."""
     longer = {name: list(values) for name, values in row.items()}
     for reader in ("", "teacher_"):
@@ -87,7 +87,7 @@ def with_masked_end(row: Row, token: int) -> Document:
     return longer
 
 
-def shortened_rows(rows: Iterable[Row], *, whole: bool, count: int, tokens: int) -> list[Row]:
+def shortened_rows(rows: Iterable[DoctorRow], *, whole: bool, count: int, tokens: int) -> list[DoctorRow]:
     """Return rows of at most two documents, each cut to about `tokens` around its trained tokens.
 
     Args:
@@ -99,7 +99,7 @@ def shortened_rows(rows: Iterable[Row], *, whole: bool, count: int, tokens: int)
     Raises:
         ValueError: Fewer than two rows have trained tokens.
     """
-    chosen: list[Row] = []
+    chosen: list[DoctorRow] = []
     if whole:
         documents = [part for row in rows for part in split_row(row) if first_trained(part) is not None]
         documents = nearest_in_length(documents, 2 * count, tokens)
@@ -116,7 +116,7 @@ def shortened_rows(rows: Iterable[Row], *, whole: bool, count: int, tokens: int)
     return chosen
 
 
-def last_tokens(rows: Iterable[Row], max_length: int) -> list[int]:
+def last_tokens(rows: Iterable[DoctorRow], max_length: int) -> list[int]:
     """Return the last trained token of each document that was not truncated."""
     documents = [part for row in rows for part in split_row(row)]
     whole = [part for part in documents if all(len(v) < max_length for name, v in part.items() if "input_ids" in name)]
@@ -124,12 +124,12 @@ def last_tokens(rows: Iterable[Row], max_length: int) -> list[int]:
     return [labels[-1] for labels in learned if labels]
 
 
-def nearest_in_length(documents: Sequence[Document], count: int, tokens: int) -> list[Document]:
+def nearest_in_length(documents: Sequence[DoctorDocument], count: int, tokens: int) -> list[DoctorDocument]:
     """Return the documents whose lengths are nearest to `tokens`."""
     return sorted(documents, key=lambda document: abs(len(document["input_ids"]) - tokens))[:count]
 
 
-def packing_fault(rows: Iterable[Row], alone: Iterable[Row]) -> str | None:
+def packing_fault(rows: Iterable[DoctorRow], alone: Iterable[DoctorRow]) -> str | None:
     """Return a description of wrongly packed rows; None where each of their documents is one of the data's.
 
     Documents are split where positions restart, and compared with their labels, positions and spans.
@@ -151,7 +151,7 @@ def packing_fault(rows: Iterable[Row], alone: Iterable[Row]) -> str | None:
     return None
 
 
-def first_trained(document: Row) -> int | None:
+def first_trained(document: DoctorRow) -> int | None:
     """Return the first position with a trained label; None without one."""
     return next((at for at, label in enumerate(document["labels"]) if label != IGNORE_INDEX), None)
 
@@ -161,10 +161,10 @@ def cut_length(first: int, tokens: int) -> int:
     return max(tokens // 2, min(first + tokens // 4, 8 * tokens))
 
 
-def _pointers(row: Row, name: str) -> np.ndarray:
+def _pointers(row: DoctorRow, name: str) -> np.ndarray:
     """Return a column of indices into both tokenisations, int64 [n, 4] or [n, 2]."""
     return np.asarray(row.get(name, ()), dtype=np.int64).reshape(-1, len(POINTERS[name]))
 
 
-def _key(row: Row) -> tuple[tuple[int, ...], ...]:
+def _key(row: DoctorRow) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, row[name])) for name in sorted(row))

@@ -26,8 +26,8 @@ from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_he
 from distill.objectives.losses import LogitTransforms
 from distill.objectives.row_packing import DTYPES
 from distill.objectives.top_k_encoding import (
+    EncodedTopK,
     Encoding,
-    TopK,
     encode,
     log_probabilities,
     normalised,
@@ -197,7 +197,7 @@ def measure(
     return table
 
 
-def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) -> float:
+def divergence(p: torch.Tensor, stored: EncodedTopK, given: torch.Tensor, tail: str) -> float:
     """Return the KL of log-probabilities p [M, V] from what is stored, as the reading spreads it over all tokens."""
     others = p.shape[1] - given.shape[1]
     if tail == "bucket" and others:

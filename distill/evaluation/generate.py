@@ -19,7 +19,7 @@ from distill.models.patch.document_rope import generates_with_cache
 from distill.models.patch.triton_only import use_triton_only
 
 
-class Stream(BaseStreamer):
+class TokenStreamer(BaseStreamer):
     """Streamer that passes on decoded text once it is complete; partial characters and words wait."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
@@ -63,7 +63,7 @@ def stream(
     """
     device = next(model.parameters()).device
     ids = torch.tensor([encode_prompt(tokenizer, prompt)], device=device)
-    streamer = Stream(tokenizer, write)
+    streamer = TokenStreamer(tokenizer, write)
     use_cache = generates_with_cache(model, ids.shape[1] + max_new_tokens)
     ends = end_tokens(tokenizer, model, None)
     with override_generation_config(

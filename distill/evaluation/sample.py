@@ -38,15 +38,15 @@ from distill.data.sampled_rows import (
     TRUNCATED,
     vocabulary_hash,
 )
-from distill.generation.decode_loop import Engine
+from distill.generation.decode_loop import DecodeEngine
 from distill.generation.engines import TransformersEngine, engine_for, settings_for
 from distill.generation.parsed_response import ResponseParser
-from distill.generation.prompts import Prompt, read_prompts
+from distill.generation.prompts import RolloutPrompt, read_prompts
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import response_text
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.loading import load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patch.patching import patch
 from distill.planning.cache_memory import shards_for_queries
@@ -162,7 +162,7 @@ def sample(
     made_for = settings_for(
         model, tokenizer, template, settings.stop, vocab_size=len(tokenizer), max_length=min(longest, widest + most)
     )
-    engine: Engine
+    engine: DecodeEngine
     if processes > 1:
         engine = TransformersEngine(model, made_for, collective=True)
     else:
@@ -215,7 +215,7 @@ def _run_reads_text(recipe: Recipe, vocabulary: str) -> bool:
     return vocabulary_hash(load_tokenizer(section, "teacher")) != vocabulary
 
 
-def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> tuple[int, int]:
+def _finished(out: Path, prompts: list[RolloutPrompt], settings: dict[str, Any]) -> tuple[int, int]:
     """Return the number of lines of `out`, and the number of the prompt to go on with.
 
     The lines must answer these prompts, in their order; an incomplete last line is removed.
@@ -307,4 +307,4 @@ def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
         model = load_student(section, teacher=teacher, device=device, dtype=dtype)
     if runs_our_kernels(device):
         patch(model, "teacher", attention=None)
-    return bare(model).eval()
+    return unwrap_peft(model).eval()

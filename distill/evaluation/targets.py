@@ -14,7 +14,7 @@ from distill.data.load import columns_of, load_data
 from distill.data.sources import open_source
 from distill.models.adapters import base_of, load_and_merge
 from distill.models.loading import load_student, load_teacher, load_tokenizer
-from distill.objectives.measure import KL, Measure
+from distill.objectives.measure import KL, DivergenceUnit
 from distill.recipe import (
     Data,
     LoadedTeacherConfig,
@@ -123,7 +123,7 @@ def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
     return source_of(target.recipe).tokenizer_section()
 
 
-def target_measure(target: Target, teacher: str | None) -> Measure:
+def target_measure(target: Target, teacher: str | None) -> DivergenceUnit:
     """Return the divergence that compares student and teacher; the teacher of a cache is loaded here."""
     if target.recipe is None:
         return KL

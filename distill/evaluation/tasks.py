@@ -20,7 +20,7 @@ from distill.data.chat import template_kwargs_of
 INSTALL = 'pip install "lm-eval>=0.4.9"'
 
 
-class Score(NamedTuple):
+class TaskMetric(NamedTuple):
     """Score with its standard error, NaN where the harness gives none."""
 
     value: float
@@ -39,7 +39,7 @@ class TaskScore(NamedTuple):
 
     task: str
     metric: str
-    of: dict[str, Score]
+    of: dict[str, TaskMetric]
 
 
 def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Tasks:
@@ -94,7 +94,7 @@ def run_tasks(
             f"--chat: the tokenizer's chat template has variables of its own ({', '.join(kwargs)}), and this "
             f"lm-evaluation-harness has no {missing.pop()}; expected a later one: pip install -U lm-eval"
         )
-    scores: dict[tuple[str, str], dict[str, Score]] = {}
+    scores: dict[tuple[str, str], dict[str, TaskMetric]] = {}
     for name, model in models.items():
         # generation tasks need the cache
         used = model.config.use_cache
@@ -118,7 +118,7 @@ def run_tasks(
     return [TaskScore(task, metric, of) for (task, metric), of in scores.items()]
 
 
-def _scores(figures: Mapping[str, Any]) -> list[tuple[str, Score]]:
+def _scores(figures: Mapping[str, Any]) -> list[tuple[str, TaskMetric]]:
     """Return metrics with their standard errors, from keys such as `acc,none` and `acc_stderr,none`."""
     scores = []
     for key, value in figures.items():
@@ -128,5 +128,5 @@ def _scores(figures: Mapping[str, Any]) -> list[tuple[str, Score]]:
         error = figures.get(f"{metric}_stderr,{filtered}")
         known = isinstance(error, int | float)
         label = metric if filtered == "none" else f"{metric} ({filtered})"
-        scores.append((label, Score(float(value), float(error) if known else math.nan)))  # type: ignore[arg-type]
+        scores.append((label, TaskMetric(float(value), float(error) if known else math.nan)))  # type: ignore[arg-type]
     return scores

@@ -40,7 +40,7 @@ from distill.generation.sequence_slots import Progress, SequenceSlots, copy_to_h
 from distill.generation.shared_prefixes import order_by_prefix
 from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
-from distill.models.head import bare, decoder_of
+from distill.models.head import decoder_of, unwrap_peft
 from distill.models.layers import is_offloaded
 from distill.models.patch.document_rope import rope_by_document, short_length
 
@@ -96,7 +96,7 @@ class EngineSettings(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Prompts for an engine, with a limit and a seed each; see `Engine.generate`.
+    """Prompts for an engine, with a limit and a seed each; see `DecodeEngine.generate`.
 
     `same_weights`: the model's weights are those of the last request.
     """
@@ -117,7 +117,7 @@ class Request(NamedTuple):
         )
 
 
-class Engine(abc.ABC):
+class DecodeEngine(abc.ABC):
     """Generator of responses to prompts of token ids."""
 
     def generate(
@@ -158,7 +158,7 @@ class Engine(abc.ABC):
         """Generate the responses to a request whose lists are equally long."""
 
 
-class DecodeLoop(Engine):
+class DecodeLoop(DecodeEngine):
     """Generation engine of one model; buffers and the captured step are kept for the next call.
 
     The model's weights may change between calls, as they do in training; the model is in eval mode during a call.
@@ -171,7 +171,7 @@ class DecodeLoop(Engine):
         self.model = model
         self.settings = settings
         self.pad = settings.pad
-        self.inner: Any = bare(model)
+        self.inner: Any = unwrap_peft(model)
         self.decoder = decoder_of(model)
         self.device = next(model.parameters()).device
         self.ends = torch.tensor(sorted(set(settings.ends)), dtype=torch.int64, device=self.device)

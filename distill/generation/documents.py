@@ -18,8 +18,8 @@ from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.packing import ROW
 from distill.data.source_rows import PER_DOCUMENT, SourceRow, source_row_at
 
-Row = dict[str, list[int]]
-Span = tuple[int, int, int, int]
+RolloutRow = dict[str, list[int]]
+RolloutSpan = tuple[int, int, int, int]
 
 
 class RetokenizedResponse(NamedTuple):
@@ -32,10 +32,10 @@ class RetokenizedResponse(NamedTuple):
     """
 
     teacher: list[int]
-    spans: list[Span]
+    spans: list[RolloutSpan]
 
 
-class Score(NamedTuple):
+class RolloutScore(NamedTuple):
     """Reward of a generated response, and its advantage within the responses to the same prompt."""
 
     reward: float
@@ -71,7 +71,7 @@ Readers = Mapping[int | None, ResponseRetokenizer]  # by the number of the teach
 
 
 @dataclass
-class Document:
+class RolloutDocument:
     """One document of a batch.
 
     Attributes:
@@ -96,8 +96,8 @@ class Document:
     route: int | None = None
     sample: int = 0
     sampled_log_p: Sequence[float] | None = None
-    score: Score | None = None
-    spans: Sequence[Span] | None = None
+    score: RolloutScore | None = None
+    spans: Sequence[RolloutSpan] | None = None
     starts: tuple[int, int] | None = None
     source_row: SourceRow | None = None
 
@@ -146,9 +146,9 @@ class Document:
         prompt: Sequence[int],
         response: Sequence[int],
         sampled_log_p: Sequence[float] | None = None,
-        score: Score | None = None,
+        score: RolloutScore | None = None,
         replies: Sequence[Sequence[int]] = (),
-    ) -> Document:
+    ) -> RolloutDocument:
         """Return the document with another response, which alone is trained on.
 
         Args:
@@ -174,7 +174,7 @@ class Document:
         response: Sequence[int],
         max_teacher_tokens: int,
         sampled_log_p: Sequence[float] | None = None,
-    ) -> Document:
+    ) -> RolloutDocument:
         """Return the document with another response, which the teacher reads by another tokenizer.
 
         Args:
@@ -200,7 +200,7 @@ class Document:
         )
 
 
-def _labels_at(ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
+def _labels_at(ids: Sequence[int], spans: Sequence[RolloutSpan]) -> list[int]:
     """Return labels that are set at the first token of each span."""
     labels = [IGNORE_INDEX] * len(ids)
     for first, *_ in spans:
@@ -208,7 +208,7 @@ def _labels_at(ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
     return labels
 
 
-def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
+def documents_of(batch: Mapping[str, torch.Tensor]) -> list[RolloutDocument]:
     """Return the documents of a collated batch that have tokens to train on, row by row.
 
     Args:
@@ -239,12 +239,14 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
                 route = int(batch["routes"][row, start]) if "routes" in batch else None
                 source_row = source_row_at(batch, row, number)
                 found.append(
-                    Document(ids[row][start:end], labels[row][start:end], row, other, route, source_row=source_row)
+                    RolloutDocument(
+                        ids[row][start:end], labels[row][start:end], row, other, route, source_row=source_row
+                    )
                 )
     return found
 
 
-def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
+def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[RolloutDocument]:
     """Return the documents of a batch of two tokenizers that have spans, row by row."""
     ids = batch["input_ids"].tolist()
     others = batch["teacher_input_ids"].tolist()
@@ -273,7 +275,7 @@ def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
             if not response:
                 raise ValueError("batch: expected answer_starts of each document, which rows of prompts and chats have")
             found.append(
-                Document(
+                RolloutDocument(
                     own,
                     _labels_at(own, mine),
                     row,
@@ -287,12 +289,12 @@ def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     return found
 
 
-def _plain_of(ids: list[int], labels: list[int], row: int, route: int | None) -> list[Document]:
+def _plain_of(ids: list[int], labels: list[int], row: int, route: int | None) -> list[RolloutDocument]:
     """Return a document of a route whose teacher reads the student's tokens; none where nothing is trained on."""
     learned = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
     if route is None or not learned:
         return []
-    made = Document(ids[: learned[-1] + 1], labels[: learned[-1] + 1], row, route=route)
+    made = RolloutDocument(ids[: learned[-1] + 1], labels[: learned[-1] + 1], row, route=route)
     start = len(made.prompt)
     return [replace(made, teacher_ids=list(made.ids), spans=(), starts=(start, start))]
 
@@ -306,7 +308,7 @@ def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[i
     return [[(0, ids.shape[1])]] * len(ids) if positions is None else list(map(document_bounds, positions.tolist()))
 
 
-def sampled_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
+def sampled_log_probs(rows: Sequence[Sequence[RolloutDocument]], shape: torch.Size) -> torch.Tensor:
     """Return each label's log-probability when it was sampled, [B, S] as `input_ids`; NaN for labels of the data.
 
     Of aligned spans, a span's label has the sum over the span's tokens.
@@ -330,7 +332,7 @@ def sampled_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> 
     return tokens
 
 
-def score_columns(rows: Sequence[Sequence[Document]], shape: torch.Size) -> dict[str, torch.Tensor]:
+def score_columns(rows: Sequence[Sequence[RolloutDocument]], shape: torch.Size) -> dict[str, torch.Tensor]:
     """Return `rewards` and `advantages` of the response that each token belongs to.
 
     Both are float32 [B, S] as `input_ids`; elsewhere rewards are NaN and advantages 0.
@@ -347,7 +349,7 @@ def score_columns(rows: Sequence[Sequence[Document]], shape: torch.Size) -> dict
     return {"rewards": rewards, "advantages": advantages}
 
 
-def _placed(documents: Sequence[Document], each: int) -> list[int]:
+def _placed(documents: Sequence[RolloutDocument], each: int) -> list[int]:
     """Return spans (`each` 2) or starts of responses (1) as places in the row that the documents make."""
     placed: list[int] = []
     begin = other_begin = 0
@@ -362,7 +364,7 @@ def _placed(documents: Sequence[Document], each: int) -> list[int]:
     return placed
 
 
-def as_row(documents: Sequence[Document]) -> Row:
+def as_row(documents: Sequence[RolloutDocument]) -> RolloutRow:
     """Concatenate documents into one row, in the form that `distill.data` makes."""
     row = {
         "input_ids": [token for document in documents for token in document.ids],

@@ -25,12 +25,12 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
-from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
+from distill.generation.decode_loop import DecodeEngine, DecodeLoop, EngineSettings, Generated, Request
 from distill.generation.prompts import Turn, encode_prompt
 from distill.generation.sampling import Sampling, at_least_float32
 from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
 from distill.generation.support_check import unsupported_reason
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.patch.document_rope import generates_with_cache, rope_by_document, short_length
 from distill.models.patch.fused_loss import log_once
 
@@ -47,7 +47,7 @@ def engine_for(
     tokenizer: Any = None,
     trains: bool = False,
     field: str = "data.on_policy.engine",
-) -> Engine:
+) -> DecodeEngine:
     """Return the engine `name` for `model`.
 
     Args:
@@ -112,7 +112,7 @@ def greedy_responses(
     return responses
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(DecodeEngine):
     """`model.generate` on left-padded batches.
 
     Args:
@@ -130,7 +130,7 @@ class TransformersEngine(Engine):
         self.autocast = settings.autocast
         self.collective = collective
         self.log_probs = settings.log_probs
-        self.inner: Any = bare(model)
+        self.inner: Any = unwrap_peft(model)
         self.device = next(model.parameters()).device
         self.columns = settings.vocab_size
         self.stop = settings.stop

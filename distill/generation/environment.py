@@ -27,7 +27,7 @@ from distill.data.chat import ChatTemplate
 from distill.data.known_columns import TEMPLATE_KWARGS
 from distill.data.row_reader import template_kwargs
 from distill.data.sources import RowFault
-from distill.generation.documents import Document
+from distill.generation.documents import RolloutDocument
 from distill.generation.function_calls import Call, FunctionInput, UserFunction
 from distill.generation.stopping import response_text
 
@@ -56,7 +56,7 @@ class Rollout:
         truncated: whether that was cut off.
     """
 
-    document: Document
+    document: RolloutDocument
     seed: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Environment:
     def __init__(
         self,
         function: UserFunction,
-        function_input: Callable[[Document, Sequence[int]], FunctionInput],
+        function_input: Callable[[RolloutDocument, Sequence[int]], FunctionInput],
         chat: ChatFormat,
         max_turns: int,
         log: EnvironmentLog,

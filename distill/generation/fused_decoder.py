@@ -20,7 +20,7 @@ from distill_kernels.decoding.attention import scratch_of as attention_scratch
 from distill_kernels.decoding.common import Scratch, Stream
 from distill_kernels.decoding.fused_linear import MAX_ROWS, Product, multiply_rows, tiles_of
 from distill_kernels.decoding.fused_linear import scratch_of as product_scratch
-from distill_kernels.decoding.plan import Plan, choose_plan
+from distill_kernels.decoding.plan import DecodePlan, choose_plan
 from distill_kernels.decoding.tokens import SequenceState, embed_tokens
 from torch import nn
 
@@ -79,7 +79,7 @@ class FusedDecoder:
         cache: RaggedCache,
         dtype: torch.dtype,
         calls: Mapping[nn.Module, AttentionCall],
-        plan: Plan | None = None,
+        plan: DecodePlan | None = None,
     ) -> None:
         decoder = decoder_of(model)
         self.own = list(decoder.get_submodule("layers").children())

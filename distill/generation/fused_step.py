@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from distill_kernels.decoding.fused_linear import MAX_ROWS
-from distill_kernels.decoding.plan import Plan
+from distill_kernels.decoding.plan import DecodePlan
 from distill_kernels.decoding.tokens import Draw, SequenceState, TileScores, finish_tokens, score_tokens
 from distill_kernels.launch import LAUNCH_ERRORS
 from torch import nn
@@ -87,7 +87,7 @@ class FusedStep:
         dtype: torch.dtype,
         calls: Mapping[nn.Module, AttentionCall],
         drawing: tuple[torch.Tensor, int, int | None],
-        plan: Plan | None = None,
+        plan: DecodePlan | None = None,
     ) -> None:
         ends, pad, columns = drawing
         self.decoder = FusedDecoder(model, slots.cache, dtype, calls, plan)

@@ -32,12 +32,12 @@ from torch import nn
 from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
 from distill.data.source_rows import SOURCE_ROWS
-from distill.generation.decode_loop import Engine
+from distill.generation.decode_loop import DecodeEngine
 from distill.generation.documents import (
-    Document,
     Readers,
-    Row,
-    Score,
+    RolloutDocument,
+    RolloutRow,
+    RolloutScore,
     as_row,
     documents_of,
     sampled_log_probs,
@@ -92,7 +92,7 @@ class OnPolicyRollouts:
         readers: Read responses by the teacher's tokenizer, where that is another one than the student's, by route.
     """
 
-    engine: Engine
+    engine: DecodeEngine
     fraction: float
     max_new_tokens: int
     sampling: Sampling
@@ -117,7 +117,7 @@ class OnPolicyRollouts:
     _epoch: LookAheadBatches | None = field(init=False, default=None)
 
     def replace(
-        self, batches: Batches, step: int, collate: Callable[[list[Row]], Collated], following: int = 0
+        self, batches: Batches, step: int, collate: Callable[[list[RolloutRow]], Collated], following: int = 0
     ) -> list[Collated]:
         """Return the micro-batches of one optimizer step with some responses replaced; others are returned unchanged.
 
@@ -147,7 +147,7 @@ class OnPolicyRollouts:
         self._sums = self._sums.plus(result.sums)
         return result.batches
 
-    def upcoming_batches(self, collate: Callable[[list[Row]], Collated]) -> Iterator[Collated]:
+    def upcoming_batches(self, collate: Callable[[list[RolloutRow]], Collated]) -> Iterator[Collated]:
         """Yield the micro-batches of future steps with generated responses, as `replace` will return them, each once.
 
         They are for work that can begin before their step, such as requests to a teacher server.
@@ -198,7 +198,7 @@ class OnPolicyRollouts:
         groups = enumerate((list(itertools.islice(batches, count)) for _ in range(more)), step + 1)
         return {number: RolloutStep(group, self._plans(group, number)) for number, group in groups if group}
 
-    def _to_generate(self, plans: Iterable[MicroBatchPlan]) -> Iterator[Document]:
+    def _to_generate(self, plans: Iterable[MicroBatchPlan]) -> Iterator[RolloutDocument]:
         """Return the documents whose responses a step generates."""
         return (document for plan in plans for document in plan.to_generate)
 
@@ -248,7 +248,9 @@ class OnPolicyRollouts:
         """Return the number of tokens that a rollout may still have."""
         return self._limit(rollout.document) - len(rollout.tokens)
 
-    def _insert_responses(self, own: RolloutStep, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
+    def _insert_responses(
+        self, own: RolloutStep, step: int, collate: Callable[[list[RolloutRow]], Collated]
+    ) -> StepBatches:
         batches, plans, _ = own
         batches = [_without_source_rows(batch) for batch in batches]
         if not any(plan.has_changes for plan in plans):
@@ -258,7 +260,7 @@ class OnPolicyRollouts:
         scored = [
             (document, response.tokens[response.last :]) for document, response in zip(replaced, responses, strict=True)
         ]
-        scores: Sequence[Score | None] = [None] * len(scored)
+        scores: Sequence[RolloutScore | None] = [None] * len(scored)
         rewards = RewardSums()
         if self.rewards is not None:
             scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
@@ -291,7 +293,9 @@ class OnPolicyRollouts:
         )
         return StepBatches(made, sums)
 
-    def _with_response(self, document: Document, response: GeneratedResponse, score: Score | None) -> Document:
+    def _with_response(
+        self, document: RolloutDocument, response: GeneratedResponse, score: RolloutScore | None
+    ) -> RolloutDocument:
         log_probs = response.log_probs if self.log_probs else None
         reader = self.readers.get(document.route)
         if reader is None:
@@ -335,7 +339,7 @@ class OnPolicyRollouts:
             "rollouts_left_out": sums.left_out,
         }
 
-    def _plan(self, documents: list[Document], rows: int, step: int) -> MicroBatchPlan:
+    def _plan(self, documents: list[RolloutDocument], rows: int, step: int) -> MicroBatchPlan:
         """Choose the documents of a micro-batch whose responses are generated, and those that stay in it."""
         replaced = [self._is_replaced(document, step) for document in documents]
         if not any(replaced):
@@ -352,8 +356,8 @@ class OnPolicyRollouts:
         )
 
     def _select_fitting(
-        self, documents: list[Document], replaced: list[bool], step: int
-    ) -> Iterator[tuple[Document, bool]]:
+        self, documents: list[RolloutDocument], replaced: list[bool], step: int
+    ) -> Iterator[tuple[RolloutDocument, bool]]:
         """Select at random documents whose longest responses fit, row by row, independently of micro-batches."""
         changing = {own.row for own, is_replaced in zip(documents, replaced, strict=True) if is_replaced}
         room: defaultdict[int, int] = defaultdict(lambda: self.max_length)
@@ -366,25 +370,25 @@ class OnPolicyRollouts:
                 staying.append(number)
         return ((documents[number], replaced[number]) for number in sorted(staying))
 
-    def _pad_row(self, row: list[Document], limit: int) -> None:
+    def _pad_row(self, row: list[RolloutDocument], limit: int) -> None:
         """Pad the longest row to a multiple of `multiple`, or to `limit`, by a document of padding."""
         missing = min(-row_length(row) % self.multiple, limit - row_length(row))
         if missing > 0 and all(document.teacher_ids is None and document.route is None for document in row):
-            row.append(Document([0] * missing, [IGNORE_INDEX] * missing, row[0].row))
+            row.append(RolloutDocument([0] * missing, [IGNORE_INDEX] * missing, row[0].row))
 
-    def _limit(self, document: Document) -> int:
+    def _limit(self, document: RolloutDocument) -> int:
         return min(self.max_new_tokens, self.max_length - document.prompt_length)
 
-    def _is_replaced(self, document: Document, step: int) -> bool:
+    def _is_replaced(self, document: RolloutDocument, step: int) -> bool:
         return int.from_bytes(document.hash(self.seed, step, 0)[:8], "little") < self.fraction * 2.0**64
 
-    def _key_of(self, document: Document, step: int) -> str:
+    def _key_of(self, document: RolloutDocument, step: int) -> str:
         """Return the key of a document's response. Rows of equal tokens have one seed, and replies of their own."""
         place = document.source_row
         seed = str(self._seed_of(document, step))
         return seed if place is None else f"{seed} {place.source} {place.row}"
 
-    def _seed_of(self, document: Document, step: int) -> int:
+    def _seed_of(self, document: RolloutDocument, step: int) -> int:
         return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
 
 

@@ -20,7 +20,7 @@ from distill.data.chat import ChatTemplate
 from distill.data.known_columns import REASONING
 from distill.data.messages import THOUGHT, content_of
 from distill.data.rows import RowFault
-from distill.generation.prompts import Prompt
+from distill.generation.prompts import RolloutPrompt
 
 OPEN = "<think>"
 CLOSE = "</think>"
@@ -51,7 +51,7 @@ class ResponseParser:
         self.template = template
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def parse(self, prompt: Prompt, tokens: Sequence[int], text: str, *, ended: bool) -> ParsedResponse:
+    def parse(self, prompt: RolloutPrompt, tokens: Sequence[int], text: str, *, ended: bool) -> ParsedResponse:
         """Return an answer as a message.
 
         Args:
@@ -78,13 +78,13 @@ class ResponseParser:
             return ParsedResponse(message, plain)
         return ParsedResponse(None, plain and not is_open and OPEN not in text and CLOSE not in text)
 
-    def _spells(self, prompt: Prompt, body: list[int], text: str) -> bool:
+    def _spells(self, prompt: RolloutPrompt, body: list[int], text: str) -> bool:
         """Return whether the prompt's text and the answer's are tokenised to the ids of both."""
         ids = self._ids(prompt.text + text)
         whole = [*prompt.ids, *body]
         return ids == whole or prompt.ids[:1] + ids == whole  # the token that begins a text
 
-    def _by_response_template(self, prompt: Prompt, tokens: Sequence[int], ended: bool) -> dict[str, Any] | None:
+    def _by_response_template(self, prompt: RolloutPrompt, tokens: Sequence[int], ended: bool) -> dict[str, Any] | None:
         """Return what the tokenizer's response template takes an answer for, if it is rendered to the same ids."""
         if getattr(self.tokenizer, "response_template", None) is None:
             return None

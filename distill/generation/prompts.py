@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.chat import ChatTemplate, template_kwargs_of
-from distill.data.formats import FieldMap, Format, Sample, with_columns_beside
+from distill.data.formats import ConversationSample, FieldMap, RowFormat, with_columns_beside
 from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS, TEMPLATE_KWARGS
 from distill.data.load import require_words_are_read
 from distill.data.row_counts import RowCounts
 from distill.data.sampled_rows import MESSAGE
-from distill.data.sources import Row, RowFault, open_source, prompt_lines
+from distill.data.sources import RawRow, RowFault, open_source, prompt_lines
 from distill.data.tokenise import tokens_before_text
 
 Turn = dict[str, str]  # of a chat: role and content
 
 
 @dataclass
-class Prompt:
+class RolloutPrompt:
     """One prompt.
 
     Attributes:
@@ -61,7 +61,7 @@ class Prompt:
 class Prompts(RowCounts):
     """The usable prompts of a file, in its order, and a tally of the others."""
 
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[RolloutPrompt] = field(default_factory=list)
 
 
 def read_prompts(
@@ -90,7 +90,7 @@ def read_prompts(
     """
     found = Prompts()
     beginning = tokens_before_text(tokenizer)
-    reader: Format | None = None
+    reader: RowFormat | None = None
     for number, row in enumerate(prompt_lines(open_source(path, field="--prompts"), path).rows()):
         found.rows_read += 1
         with found.row(number):
@@ -114,7 +114,7 @@ def read_prompts(
     return found
 
 
-def _format(row: Row, fields: FieldMap, path: str, has_template: bool, ignored: Sequence[str]) -> Format:
+def _format(row: RawRow, fields: FieldMap, path: str, has_template: bool, ignored: Sequence[str]) -> RowFormat:
     """Return the format with the column of the prompt: as mapped, else by the names in common use."""
     chat = fields.messages or next((name for name in CHAT_COLUMNS if name in row), None)
     prompt = fields.prompt if fields.prompt in row else next((name for name, _ in PAIR_COLUMNS if name in row), None)
@@ -123,30 +123,32 @@ def _format(row: Row, fields: FieldMap, path: str, has_template: bool, ignored: 
             raise ValueError(
                 "data.chat_template: the prompts are chats and the tokenizer has no chat template; give a .jinja file"
             )
-        format = Format("prompts", {"messages": chat}, pairs_as_chat=True, ignored=tuple(ignored))
+        format = RowFormat("prompts", {"messages": chat}, pairs_as_chat=True, ignored=tuple(ignored))
         return with_columns_beside(format, list(row), fields)
     if prompt is None:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"--prompts: expected a column prompt or messages in {path}; its columns are {columns}")
-    format = Format("prompts", {"prompt": prompt}, pairs_as_chat=has_template, ignored=tuple(ignored))
+    format = RowFormat("prompts", {"prompt": prompt}, pairs_as_chat=has_template, ignored=tuple(ignored))
     return with_columns_beside(format, list(row), fields)
 
 
 def _prompt(
-    sample: Sample, is_text: bool, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]
-) -> Prompt:
+    sample: ConversationSample, is_text: bool, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]
+) -> RolloutPrompt:
     if sample.messages is None:
         text = sample.prompt or ""
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text}, text)
+        return RolloutPrompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text}, text)
     if template is None:
         raise RowFault("a chat without a chat template")
     text = template.prompt(sample.messages, sample.tools, sample.template_kwargs)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     own = {TEMPLATE_KWARGS: sample.template_kwargs} if sample.template_kwargs else {}
     if is_text and len(sample.messages) == 1:
-        return Prompt(ids, {"prompt": sample.messages[0]["content"]} | own, text)
-    return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}) | own, text)
+        return RolloutPrompt(ids, {"prompt": sample.messages[0]["content"]} | own, text)
+    return RolloutPrompt(
+        ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}) | own, text
+    )
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> list[int]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.data.chat import template_of
-from distill.data.formats import Format
+from distill.data.formats import RowFormat
 from distill.data.load import format_of, source_of
 from distill.data.source_rows import StoredRows, store_rows
-from distill.generation.documents import Document
+from distill.generation.documents import RolloutDocument
 from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.rewards import Rewards
 from distill.generation.stopping import response_text
@@ -25,7 +25,7 @@ class TableSource(NamedTuple):
     """Rows of one source, and the format that they are read in."""
 
     name: str
-    format: Format
+    format: RowFormat
     rows: StoredRows
 
 
@@ -43,7 +43,7 @@ class RowTable:
         self.tokenizer = tokenizer
         self.ends = ends
 
-    def function_input(self, document: Document, response: Sequence[int]) -> FunctionInput:
+    def function_input(self, document: RolloutDocument, response: Sequence[int]) -> FunctionInput:
         """Return the question for a response to a document's prompt, with the row that the document was made of."""
         place = document.source_row
         assert place is not None and place.source >= 0, "a batch of the training data, with SourceRowColumn"

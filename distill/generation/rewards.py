@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from distill.generation.documents import Document, Score
+from distill.generation.documents import RolloutDocument, RolloutScore
 from distill.generation.function_calls import FunctionInput
 
 EPSILON = 1e-4
-Responses = Sequence[tuple[Document, Sequence[int]]]
+Responses = Sequence[tuple[RolloutDocument, Sequence[int]]]
 
 
 class RewardSums(NamedTuple):
@@ -46,7 +46,7 @@ class Rewards:
     def __init__(
         self,
         function: Callable[[Sequence[FunctionInput]], list[float]],
-        function_input: Callable[[Document, Sequence[int]], FunctionInput],
+        function_input: Callable[[RolloutDocument, Sequence[int]], FunctionInput],
         scale: str = "group",
     ) -> None:
         self.function = function
@@ -55,7 +55,7 @@ class Rewards:
 
     def score(
         self, responses: Responses, conversations: Sequence[Sequence[dict[str, object]]] = ()
-    ) -> tuple[list[Score], RewardSums]:
+    ) -> tuple[list[RolloutScore], RewardSums]:
         """Return the reward and advantage of each response, and the sums that `reward_metrics` reads.
 
         Args:
@@ -77,7 +77,7 @@ class Rewards:
         flat = sum(max(group) == min(group) for group in groups)
         advantages = [a for group in groups for a in group_advantages(group, self.scale)]
         sums = RewardSums(sum(values), sum(spreads), float(len(groups)), float(flat))
-        return list(map(Score, values, advantages)), sums
+        return list(map(RolloutScore, values, advantages)), sums
 
 
 def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[float]:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill.data.packing import best_fit
-from distill.generation.documents import Document
+from distill.generation.documents import RolloutDocument
 from distill.generation.rewards import RewardSums
 
 Collated = dict[str, Any]
 Batches = Sequence[Collated]
 
 
-def row_length(row: Sequence[Document]) -> int:
+def row_length(row: Sequence[RolloutDocument]) -> int:
     return sum(document.length for document in row)
 
 
@@ -30,13 +30,13 @@ def is_repetitive(tokens: Sequence[int], length: int = 4) -> bool:
 class MicroBatchPlan(NamedTuple):
     """A micro-batch's documents, those to generate, the number of rows to pack into, and how many did not fit."""
 
-    documents: list[Document]
+    documents: list[RolloutDocument]
     replaced: list[bool]
     limit: int | None
     left_out: int = 0
 
     @property
-    def to_generate(self) -> list[Document]:
+    def to_generate(self) -> list[RolloutDocument]:
         return [document for document, replaced in zip(self.documents, self.replaced, strict=True) if replaced]
 
     @property
@@ -44,7 +44,7 @@ class MicroBatchPlan(NamedTuple):
         """Return whether the micro-batch becomes another one."""
         return any(self.replaced) or self.left_out > 0
 
-    def rows(self, responses: Any, max_length: int, one_row: bool) -> list[list[Document]]:
+    def rows(self, responses: Any, max_length: int, one_row: bool) -> list[list[RolloutDocument]]:
         """Return the documents, with `responses` for those to generate: in one row, or packed if they were before."""
         documents = [
             next(responses) if replaced else own for own, replaced in zip(self.documents, self.replaced, strict=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
     A turn may be a plain one or one with tool calls.
     """
-    configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
+    configured = getattr(getattr(unwrap_peft(model), "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     if template is not None:
         ends |= {tokenizer.convert_tokens_to_ids(token) for token in template.closings()}
@@ -93,7 +93,7 @@ def override_generation_config(
 
     A chat model's own generation config would add penalties and cut-offs, and that of transformers a top-k of 50.
     """
-    inner: Any = bare(model)
+    inner: Any = unwrap_peft(model)
     own = inner.generation_config
     drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     inner.generation_config = GenerationConfig(

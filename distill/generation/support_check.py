@@ -27,7 +27,7 @@ from distill.generation.ragged_cache import (
     prefill,
     prefill_sequences,
 )
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.layers import is_offloaded
 from distill.models.names import LAYER_NORMS
 from distill.models.patch.attention import with_soft_cap
@@ -59,7 +59,7 @@ def unsupported_reason(model: nn.Module) -> str | None:
     tokens without a cache (soft cap of the attention scores included), up to the rounding of its dtype. Windows and
     the length at which LongRoPE changes are lowered to a few tokens, so that there are tokens on both sides of each.
     """
-    inner: Any = bare(model)
+    inner: Any = unwrap_peft(model)
     if not getattr(inner, "_supports_attention_backend", False):
         return "it takes no other attention implementation"
     rope_by_document(model)
@@ -180,7 +180,7 @@ def fused_unsupported_reason(
 def _why_not_form(model: nn.Module, autocast: torch.dtype | None) -> str | None:
     """Return why the modules of a model are not of the form in fused_decoder.py; None where they are."""
     weight = next(model.parameters())
-    if is_offloaded(bare(model)):
+    if is_offloaded(unwrap_peft(model)):
         return "its layers wait in host memory"
     decoder = decoder_of(model)
     head = find_head(model)
@@ -247,7 +247,7 @@ def try_fused_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> FusedSu
     What the structure does not tell (scale of scores, window, a twist of somebody's own) is read off the calls of
     attention in the model's own forward.
     """
-    inner = bare(model)
+    inner = unwrap_peft(model)
     assert isinstance(inner, PreTrainedModel)
     decoder = decoder_of(model)
     head = find_head(model).linear

@@ -28,10 +28,10 @@ from distill.core.errors import RunError
 from distill.core.eval_mode import eval_mode
 from distill.core.files import write_json
 from distill.core.tensor_files import write_tensors
-from distill.generation.decode_loop import Engine, EngineSettings, Generated, Request
+from distill.generation.decode_loop import DecodeEngine, EngineSettings, Generated, Request
 from distill.generation.stopping import truncate_at_end
 from distill.models.adapters import merged
-from distill.models.head import bare, find_head
+from distill.models.head import find_head, unwrap_peft
 from distill.models.loading import save_student
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ ROUNDING_UNITS = 32
 MIN_TOLERANCE = 1e-3
 
 
-class VllmEngine(Engine):
+class VllmEngine(DecodeEngine):
     """vLLM in this process, on the same device as the student, computing in the student's dtype.
 
     Args:
@@ -90,7 +90,7 @@ class VllmEngine(Engine):
         )
 
     def run(self, request: Request) -> Generated:
-        """Generate as `Engine.run` does; vLLM forms its own batches, and applies `min_p` before the other cut-offs.
+        """Generate as `DecodeEngine.run` does; vLLM forms its own batches, and applies `min_p` before other cut-offs.
 
         Log-probabilities are over all rows of the head, even where only the first `vocab_size` may be sampled.
         """
@@ -164,7 +164,7 @@ def response_log_probs(
         tokens: Token ids of the response.
         autocast: Compute dtype where that is not the weights'.
     """
-    inner: Any = bare(model)
+    inner: Any = unwrap_peft(model)
     device = next(model.parameters()).device
     ids = torch.tensor([[*prompt, *tokens]], device=device)
     with eval_mode(model), torch.autocast(device.type, autocast, enabled=autocast is not None):
@@ -181,7 +181,7 @@ def save_untied(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         tokenizer: Written to the same folder; None for none.
         folder: Folder, which is replaced.
     """
-    plain: Any = merged(model) if hasattr(model, "peft_config") else bare(model)
+    plain: Any = merged(model) if hasattr(model, "peft_config") else unwrap_peft(model)
     save_student(plain, tokenizer, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sections = [section for section in (config, config.get("text_config")) if section]

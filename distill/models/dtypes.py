@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.recipe import Recipe, Train
 from distill.recipe.models import EIGHT_BITS
 
@@ -18,7 +18,7 @@ COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def quantised_weights(model: nn.Module) -> Any:
     """Return the `QuantisedWeights` of a model; None where it is not quantised."""
-    return bare(model).__dict__.get(QUANTISED)
+    return unwrap_peft(model).__dict__.get(QUANTISED)
 
 
 class Precision(NamedTuple):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from distill.models.head import attention_sizes, bare, decoder_of, find_head
+from distill.models.head import attention_sizes, decoder_of, find_head, unwrap_peft
 from distill.models.names import EXPERTS
 from distill.models.output_rows import MARK, row_parameters
 from distill.models.quantised_checkpoints import as_built
 from distill.models.routing import routing_of
 
 if TYPE_CHECKING:
-    from distill.models.shape import Shape
+    from distill.models.shape import ModelSizes
 
 
 class FlopCounts(NamedTuple):
@@ -49,7 +49,7 @@ def active_shares(model: nn.Module) -> dict[int, float] | None:
     meet every token and are not among them. None for a mixture whose configuration does not tell how many experts a
     token has.
     """
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    config = unwrap_peft(model).config.get_text_config()  # type: ignore[union-attr,operator]
     routing = routing_of(config)
     if routing is None:
         experts = any(getattr(config, name, None) for name in EXPERTS)
@@ -69,7 +69,7 @@ def active_shares(model: nn.Module) -> dict[int, float] | None:
 def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
     """Return the FLOPs of `model`, of the experts those of a token's own; None where their share is not known."""
     model = as_built(model)
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    config = unwrap_peft(model).config.get_text_config()  # type: ignore[union-attr,operator]
     shares = active_shares(model)
     if shares is None:
         return None
@@ -102,7 +102,7 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
     return FlopCounts(token, trained, pair, token_bytes, trained_bytes)
 
 
-def head_flops(shape: Shape) -> FlopCounts:
+def head_flops(shape: ModelSizes) -> FlopCounts:
     """Return the FLOPs of a frozen head alone, for a teacher whose hidden states are not computed here."""
     return FlopCounts(0.0, 2.0 * shape.head, 0.0, 0.0, 4.0 * (shape.hidden + shape.vocabulary))
 

@@ -10,7 +10,7 @@ import torch
 from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
 from torch import nn
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patch.corrections import correct_forward
@@ -19,7 +19,7 @@ from distill.recipe import LoadedTeacherConfig
 HEAD = "lm_head"
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """Linear layers that are in fp8 together or not at all.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     weights: int
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[ModelPart]:
     """The modules of each decoder layer that hold linear layers which fp8 can take, such as attention and MLP.
 
     Raises:
@@ -46,20 +46,20 @@ def parts_of(model: nn.Module) -> list[Part]:
             name = f"{number}.{child}"
             linears = {at: linear for at, linear in _linears(module, f"{prefix}.{name}") if _fits(linear)}
             if linears:
-                found.append(Part(name, tuple(linears), sum(m.weight.numel() for m in linears.values())))
+                found.append(ModelPart(name, tuple(linears), sum(m.weight.numel() for m in linears.values())))
     return found
 
 
-def find_skipped(model: nn.Module, skip: Sequence[str]) -> Part:
+def find_skipped(model: nn.Module, skip: Sequence[str]) -> ModelPart:
     """The linear layers that `teacher.fp8_skip` names, as one part.
 
     Raises:
         ValueError: an entry that names no linear layer of the model.
     """
     if not skip:
-        return Part("", (), 0)
+        return ModelPart("", (), 0)
     prefix, layers = find_layers(model)
-    whole = bare(model)
+    whole = unwrap_peft(model)
     found = dict[str, int]()
     for part in skip:
         try:
@@ -72,10 +72,10 @@ def find_skipped(model: nn.Module, skip: Sequence[str]) -> Part:
                 f"layers, such as {', '.join(p.name for p in parts_of(whole)[:2])}; got {part}"
             )
         found |= inside
-    return Part(" ".join(skip), tuple(found), sum(found.values()))
+    return ModelPart(" ".join(skip), tuple(found), sum(found.values()))
 
 
-def quantise_part(model: nn.Module, part: Part) -> list[nn.Module]:
+def quantise_part(model: nn.Module, part: ModelPart) -> list[nn.Module]:
     """Put a part's linear layers into fp8, in place; returns them as they were."""
     before = [model.get_submodule(name) for name in part.linears]
     for name, linear in zip(part.linears, before, strict=True):
@@ -84,7 +84,7 @@ def quantise_part(model: nn.Module, part: Part) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def in_fp8(model: nn.Module, part: Part) -> Iterator[None]:
+def in_fp8(model: nn.Module, part: ModelPart) -> Iterator[None]:
     """Inside, a part's linear layers are in fp8."""
     before = quantise_part(model, part)
     try:
@@ -145,7 +145,7 @@ def quantise(model: nn.Module, skip: Sequence[str] = ()) -> int:
     Raises:
         ValueError: the model has no linear layer whose sizes divide by 16, or not what `skip` names.
     """
-    return len(swap_linears_for_fp8(bare(model), [HEAD, *find_skipped(model, skip).linears]))
+    return len(swap_linears_for_fp8(unwrap_peft(model), [HEAD, *find_skipped(model, skip).linears]))
 
 
 def _linears(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Linear]]:

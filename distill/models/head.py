@@ -25,7 +25,7 @@ from distill.models.output_rows import output_rows
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Head(NamedTuple):
+class StudentHead(NamedTuple):
     """The modules of an LM head.
 
     Attributes:
@@ -83,7 +83,7 @@ class LogitTransform(NamedTuple):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_peft(model: nn.Module) -> nn.Module:
     """The transformers model inside PEFT's wrappers; the model itself where there are none."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
@@ -105,7 +105,7 @@ def attention_sizes(config: Any) -> tuple[int, int, int]:
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """The body of a causal language model: its `__call__` returns the hidden states that the head takes."""
-    model = bare(model)
+    model = unwrap_peft(model)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
     if decoder is model or isinstance(decoder, nn.Linear):  # transformers goes by names (Llama 4, ModernBERT's decoder)
         decoder = getattr(model, "model", None)
@@ -114,24 +114,26 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return decoder
 
 
-def find_head(model: nn.Module) -> Head:
+def find_head(model: nn.Module) -> StudentHead:
     """Find the LM head of `model` (a transformers model, or one inside PEFT); its weights may be sharded.
 
     Raises:
         ValueError: where the model has no head.
     """
-    module = bare(model).get_output_embeddings()  # type: ignore[operator]
+    module = unwrap_peft(model).get_output_embeddings()  # type: ignore[operator]
     if module is None:
-        raise ValueError(f"model: {_name(bare(model))} has no output embeddings, so there are no logits to match")
+        raise ValueError(
+            f"model: {_name(unwrap_peft(model))} has no output embeddings, so there are no logits to match"
+        )
     owner = module
     if hasattr(owner, "modules_to_save") and hasattr(owner, "original_module"):
         # PEFT keeps a trained copy of the whole head beside the original
         active = owner.active_adapters
         owner = owner.modules_to_save[active[0]] if active and not owner.disable_adapters else owner.original_module
-    return Head(module, owner, owner.get_base_layer() if _is_lora(owner) else owner)
+    return StudentHead(module, owner, owner.get_base_layer() if _is_lora(owner) else owner)
 
 
-def read_head(head: Head) -> HeadWeights:
+def read_head(head: StudentHead) -> HeadWeights:
     """Read the weights of a head as they stand now.
 
     Raises:
@@ -154,7 +156,7 @@ def read_head(head: Head) -> HeadWeights:
     return HeadWeights(weight, linear.bias, _read_lora(head.owner) if _is_lora(head.owner) else None)
 
 
-def unfusable_reason(head: Head) -> str | None:
+def unfusable_reason(head: StudentHead) -> str | None:
     """Return why `read_head` refuses this head, on any device; None where it does not."""
     try:
         _expect_linear(head.linear)
@@ -181,7 +183,7 @@ def _expect_linear(linear: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def whole(head: Head) -> Iterator[HeadWeights]:
+def whole(head: StudentHead) -> Iterator[HeadWeights]:
     """The weights of a head that may be a sharded (FSDP2) unit: gathered on entry, cut again on exit.
 
     For a frozen head that another model's forward reads. The head must have been called once before.
@@ -225,7 +227,7 @@ def _read_lora(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     return a.weight, b.weight, layer.scaling[name]
 
 
-def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor, HeadWeights], Any]) -> Any:
+def call_head(head: StudentHead, hidden: torch.Tensor, compute: Callable[[torch.Tensor, HeadWeights], Any]) -> Any:
     """Run `compute(hidden, weights)` inside the head's own `__call__`, so that its hooks (FSDP's gather) have run.
 
     Args:
@@ -264,7 +266,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
     """
     head = find_head(model)
     weight: Any = head.linear.weight
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    config = unwrap_peft(model).config.get_text_config()  # type: ignore[union-attr,operator]
     ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
     with eval_mode(model), _without_autocast(model, weight.device.type):
         hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
@@ -274,7 +276,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
         narrow = product.dtype not in (torch.float32, torch.float64)
         dtype = f", or {product.dtype} is too narrow for them: set {role}.dtype to float32" if narrow else ""
         raise ValueError(
-            f"{role}: the logits of {_name(bare(model))} are NaN or infinite: its weights are damaged{dtype}"
+            f"{role}: the logits of {_name(unwrap_peft(model))} are NaN or infinite: its weights are damaged{dtype}"
         )
     tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
     tried = []
@@ -284,7 +286,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
             return shape
         tried.append(f"scale {shape.scale:g}, softcap {shape.softcap}: off by {difference:.3g}")
     raise ValueError(
-        f"{role}: the logits of {_name(bare(model))} do not follow from its hidden states and head as this loss "
+        f"{role}: the logits of {_name(unwrap_peft(model))} do not follow from its hidden states and head as this loss "
         f"computes them ({'; '.join(tried)}); training would be silently wrong, so this model type is refused"
     )
 
@@ -292,7 +294,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
 @contextlib.contextmanager
 def _without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
     """No autocast, not even the one that accelerate puts into the forward of a model that a Trainer has prepared."""
-    prepared = [module for module in {model, bare(model)} if "_original_forward" in module.__dict__]
+    prepared = [module for module in {model, unwrap_peft(model)} if "_original_forward" in module.__dict__]
     forwards = [module.forward for module in prepared]
     for module in prepared:
         module.forward = module.__dict__["_original_forward"]

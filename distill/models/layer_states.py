@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from distill.models.head import bare, decoder_of
+from distill.models.head import decoder_of, unwrap_peft
 from distill.models.layers import find_layers
 
 RECORDER = "_distill_recorder"  # attribute of a decoder whose states are recorded
@@ -71,7 +71,7 @@ class StateRecorder:
         self.attention = tuple(attention)
         self.states = LayerStates({}, {})
         self._decoder = decoder_of(model)
-        self._name = type(bare(model)).__name__
+        self._name = type(unwrap_peft(model)).__name__
         _, layers = find_layers(model)
         self._layers = {number: layers[number] for number in outputs}
         self._owners = {id(module): number for number in attention for module in layers[number].modules()}

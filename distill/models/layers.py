@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from distill.models.head import bare, decoder_of
+from distill.models.head import decoder_of, unwrap_peft
 from distill.recipe import FromTeacher
 
 STREAMER = "_distill_streamer"  # attribute of a model whose layers are in host memory
@@ -43,7 +43,7 @@ def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
     return check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
 
 
-def layers_of(config: Any) -> int:
+def layer_count(config: Any) -> int:
     return config.get_text_config().num_hidden_layers
 
 
@@ -53,8 +53,8 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     Raises:
         ValueError: where there is none of the length that the configuration tells.
     """
-    model = bare(model)
-    total = layers_of(model.config)
+    model = unwrap_peft(model)
+    total = layer_count(model.config)
     decoder = decoder_of(model)
     inside = {id(module) for module in decoder.modules()}
     for name, module in model.named_modules():

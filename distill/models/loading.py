@@ -34,11 +34,11 @@ from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.dtypes import quantised_weights
-from distill.models.layers import layer_indices, layers_of
+from distill.models.layers import layer_count, layer_indices
 from distill.models.load.config_validation import check_config, check_index, read_json
 from distill.models.load.read_weights import read_weights
 from distill.models.load.source import (
-    ModelSource,
+    ModelFiles,
     loading,
     remote_arguments,
     resolve_model_source,
@@ -54,9 +54,9 @@ from distill.models.prune.pruning import cut_layers
 from distill.models.quantised_checkpoints import (
     check_quantisation,
     check_quantised,
-    explained,
     int8_arguments,
     quantised_by_transformers,
+    translate_errors,
 )
 from distill.recipe import FromTeacher, LoadedTeacherConfig, Lora, ModelSection, Student
 from distill.recipe.models import EIGHT_BITS
@@ -103,7 +103,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     return tokenizer
 
 
-def _folder_of(source: ModelSource, section: ModelSection) -> Path:
+def _folder_of(source: ModelFiles, section: ModelSection) -> Path:
     """Return the folder of a model's tokenizer; that of the hub is fetched."""
     if source.local:
         return Path(source.location)
@@ -185,7 +185,7 @@ def _cut(
     teacher: PreTrainedModel, cut: FromTeacher | None, dtype: torch.dtype | None, selection: Selection | None
 ) -> PreTrainedModel:
     if cut is None or not cut.is_calibrated:
-        return cut_layers(teacher, layer_indices(cut, layers_of(teacher.config)), dtype)
+        return cut_layers(teacher, layer_indices(cut, layer_count(teacher.config)), dtype)
     if selection is None:
         raise ValueError(
             "student.from_teacher: its parts are chosen by rows of the training data, which are not read here; save "
@@ -228,14 +228,14 @@ def _config_of(path: Path, modified: int, field: str, trusted: bool) -> Any:
     """Return the content of a config.json; `modified`, its time, makes a changed file be read again."""
     values = read_json(path, field)
     check_config(values, field, str(path), trusted=trusted)
-    with loading(str(path), ModelSource(str(path)), field):
+    with loading(str(path), ModelFiles(str(path)), field):
         if not isinstance(kind := values.pop("model_type", None), str):
             raise ValueError("it is not a model configuration: it has no model_type")
         return AutoConfig.for_model(kind, **values)
 
 
 @functools.lru_cache(maxsize=32)
-def _gguf_config(source: ModelSource, modified: int, spec: str, field: str) -> Any:
+def _gguf_config(source: ModelFiles, modified: int, spec: str, field: str) -> Any:
     """Return the configuration from a GGUF file's header, which takes seconds to read; `modified` as above."""
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
@@ -273,7 +273,7 @@ def _load(
     config = None if source.gguf_file else load_config(section, field)
     if config is not None:
         check_quantisation(config, section, field)
-    with loading(section.model, source, f"{field}.model"), explained(config):
+    with loading(section.model, source, f"{field}.model"), translate_errors(config):
         if not source.local and (
             index := cached_file(
                 source.location,
@@ -306,7 +306,7 @@ def _random(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        with loading(str(section.config), ModelSource(""), f"{field}.config"):
+        with loading(str(section.config), ModelFiles(""), f"{field}.config"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
     correct_forward(model, section.attention, f"{field}.attention")
     return _place(model, device)

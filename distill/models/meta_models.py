@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from distill.models.adapters import add_lora
 from distill.models.flops import FlopCounts, count_flops
-from distill.models.layers import layer_indices, layers_of
+from distill.models.layers import layer_count, layer_indices
 from distill.models.load.config_validation import check_gguf, read_json
 from distill.models.load.read_weights import weights_fault
-from distill.models.load.source import ModelSource, loading, resolve_model_source
+from distill.models.load.source import ModelFiles, loading, resolve_model_source
 from distill.models.loading import load_config
 from distill.models.names import HIDDEN, LAYERS
 from distill.models.prune.pruning import student_config
 from distill.models.prune.widths import target_widths
 from distill.models.quantised_checkpoints import quantisation_of
-from distill.models.shape import Shape, shape_of
+from distill.models.shape import ModelSizes, model_sizes
 from distill.recipe import Lora, ModelSection, Student
 
 
@@ -36,7 +36,7 @@ class MetaModel:
 
     def __init__(self, config: Any, field: str, lora: Lora | None = None, *, trains: bool) -> None:
         self.config = config
-        with loading("this configuration", ModelSource(""), field), torch.device("meta"):
+        with loading("this configuration", ModelFiles(""), field), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self.trains = trains
         if not trains:
@@ -44,8 +44,8 @@ class MetaModel:
         self.model = model if lora is None else add_lora(model, lora)
 
     @functools.cached_property
-    def shape(self) -> Shape:
-        return shape_of(self.model)
+    def shape(self) -> ModelSizes:
+        return model_sizes(self.model)
 
     @functools.cached_property
     def flops(self) -> FlopCounts | None:
@@ -160,7 +160,7 @@ def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:
     cut = section.cut
     if cut is not None:
         widths = target_widths(cut, config)
-        config = student_config(config, layer_indices(cut, layers_of(config)), widths)
+        config = student_config(config, layer_indices(cut, layer_count(config)), widths)
     return config
 
 

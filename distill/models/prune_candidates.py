@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from distill.core.eval_mode import eval_mode
 from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.models.meta_models import meta_student
-from distill.models.prune.importance import Row, positions_of
+from distill.models.prune.importance import CalibrationRow, positions_of
 from distill.models.prune.pruning import student_config
 from distill.models.prune.widths import GROUPED, Widths, widths_of
 from distill.models.routing import routing_of
@@ -206,7 +206,7 @@ class TeacherOutputs:
         rows: held out; trained positions count.
     """
 
-    def __init__(self, teacher: nn.Module, rows: Sequence[Row]) -> None:
+    def __init__(self, teacher: nn.Module, rows: Sequence[CalibrationRow]) -> None:
         self.rows = rows
         self.teacher = teacher
         self.transform = probe_logits(teacher, "teacher")
@@ -245,7 +245,7 @@ class TeacherOutputs:
         return total / tokens
 
 
-def _last_hidden(model: nn.Module, row: Row) -> torch.Tensor:
+def _last_hidden(model: nn.Module, row: CalibrationRow) -> torch.Tensor:
     """Return the last hidden states at a row's trained positions, [n, hidden]."""
     device = next(model.parameters()).device
     names = [name for name in ("input_ids", "position_ids") if name in row]

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from distill.models.flops import active_shares
-from distill.models.head import attention_sizes, bare, decoder_of, find_head
+from distill.models.head import attention_sizes, decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.names import INTERMEDIATE
 from distill.models.quantised_checkpoints import quantisation_of, stored_bits
 
 
-class Shape(NamedTuple):
+class ModelSizes(NamedTuple):
     """Sizes of one model, counted on a copy without memory.
 
     Attributes:
@@ -52,26 +52,28 @@ class Shape(NamedTuple):
     active: int | None = None
 
 
-def shape_of(model: nn.Module) -> Shape:
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+def model_sizes(model: nn.Module) -> ModelSizes:
+    config = unwrap_peft(model).config.get_text_config()  # type: ignore[union-attr,operator]
     decoder = decoder_of(model)
     head = find_head(model).linear
     weight: Any = head.weight
     linears: list[Any] = [m for m in decoder.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    adapters: list[Any] = [m for m in bare(model).modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
+    adapters: list[Any] = [
+        m for m in unwrap_peft(model).modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")
+    ]
     adapter_layers = {id(part) for m in adapters for part in m.modules() if part is not m.get_base_layer()}
     linears = [m for m in linears if id(m) not in adapter_layers]
     heads, pairs, width = attention_sizes(config)
     names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     parameters = list(model.parameters())
-    embedding = bare(model).get_input_embeddings()  # type: ignore[operator]
+    embedding = unwrap_peft(model).get_input_embeddings()  # type: ignore[operator]
     intermediate = next((value for name in INTERMEDIATE if (value := getattr(config, name, None))), None)
     embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
     layers = _layer_sizes(model)
-    stored = quantisation_of(bare(model).config)
+    stored = quantisation_of(unwrap_peft(model).config)
     shares = active_shares(model)
     active = None if shares is None else round(sum(p.numel() * shares.get(id(p), 1.0) for p in parameters))
-    return Shape(
+    return ModelSizes(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         linear=sum(p.numel() for m in linears for p in m.parameters(recurse=False)),
@@ -94,7 +96,7 @@ def shape_of(model: nn.Module) -> Shape:
     )
 
 
-def parameters_text(shapes: Sequence[Shape]) -> str:
+def parameters_text(shapes: Sequence[ModelSizes]) -> str:
     """Return the number of parameters of models together, and of those that a token meets where they are fewer."""
     text = f"{sum(shape.parameters for shape in shapes) / 1e6:,.2f} M parameters"
     active = [shape.parameters if shape.active is None else shape.active for shape in shapes]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from distill.core.ranks import is_main_process
 from distill.models.dtypes import QUANTISED, quantised_weights
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
 
 Strategy = Literal["ddp", "fsdp"]
@@ -170,7 +170,7 @@ def whole_student(accelerator: Any, model: nn.Module) -> Any:
     if not is_main_process():
         return None
     rebuilt = _rebuilt(model, state)
-    bare(rebuilt).__dict__[QUANTISED] = blocks
+    unwrap_peft(rebuilt).__dict__[QUANTISED] = blocks
     return rebuilt
 
 
@@ -178,7 +178,7 @@ def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:
     """A model of the same classes and settings as `model`, with the weights `state`."""
     from torch.distributed.fsdp import FSDPModule
 
-    inner: Any = bare(model)
+    inner: Any = unwrap_peft(model)
     kind: Any = next(c for c in type(inner).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 puts its own before it
     with torch.device("meta"):
         rebuilt = kind._from_config(copy.deepcopy(inner.config))
@@ -188,9 +188,9 @@ def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:
 
             rebuilt = get_peft_model(rebuilt, model.peft_config[model.active_adapter])
     rebuilt.load_state_dict(state, assign=True)
-    embedding: Any = bare(rebuilt).get_input_embeddings()  # type: ignore[operator]
+    embedding: Any = unwrap_peft(rebuilt).get_input_embeddings()  # type: ignore[operator]
     if tied:
         head: Any = find_head(rebuilt).linear
         head.weight = (embedding.get_base_layer() if hasattr(embedding, "lora_A") else embedding).weight
-    bare(rebuilt).generation_config = copy.deepcopy(inner.generation_config)
+    unwrap_peft(rebuilt).generation_config = copy.deepcopy(inner.generation_config)
     return rebuilt.eval()

@@ -96,14 +96,14 @@ class FusedFormat(TargetFormat):
 
     transform = LogitTransform()
 
-    def transforms(self, pairing: VocabularyAlignment) -> LogitTransforms:
-        return LogitTransforms(pairing.student, self.transform)
+    def transforms(self, alignment: VocabularyAlignment) -> LogitTransforms:
+        return LogitTransforms(alignment.student, self.transform)
 
-    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
-        return build_loss(section, self.transforms(pairing))
+    def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> TargetLoss:
+        return build_loss(section, self.transforms(alignment))
 
-    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
-        return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(pairing)))
+    def held_out(self, alignment: VocabularyAlignment) -> TargetLoss:
+        return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(alignment)))
 
     def scores(self, targets: Targets, rows: torch.Tensor) -> torch.Tensor:
         """Return for flat `rows` [n] a score of each token, fp32 [n, columns], ordered as the teacher's
@@ -117,7 +117,7 @@ class FusedFormat(TargetFormat):
         return {"": (rows[:most], unique_argmax(self.scores(targets, rows[:most])))}
 
     @torch.no_grad()
-    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overlap(self, alignment: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the overlap from the student head's GEMM alone: scale and soft cap do not change the order."""
         hidden = call.hidden.flatten(0, 1)[rows]
         head = call.head
@@ -128,9 +128,9 @@ class FusedFormat(TargetFormat):
                 a, b, scale = head.lora
                 own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
             theirs = self.scores(call.inputs.targets, rows)
-        most = min(TOP, pairing.columns)
-        own_tokens = own[:, : pairing.columns].topk(most).indices
-        their_tokens = theirs[:, : pairing.columns].topk(most).indices
+        most = min(TOP, alignment.columns)
+        own_tokens = own[:, : alignment.columns].topk(most).indices
+        their_tokens = theirs[:, : alignment.columns].topk(most).indices
         return {"": (own_tokens[:, :, None] == their_tokens[:, None]).any(-1).float().mean(-1)}
 
 
@@ -154,28 +154,28 @@ class HiddenFormat(FusedFormat):
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
 
-    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
+    def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> TargetLoss:
         if isinstance(section, Loss) and section.has(*self.makers):
-            return self._composite(section, pairing)
-        return super().loss(section, pairing)
+            return self._composite(section, alignment)
+        return super().loss(section, alignment)
 
-    def _composite(self, section: Loss, pairing: VocabularyAlignment) -> CompositeLoss:
+    def _composite(self, section: Loss, alignment: VocabularyAlignment) -> CompositeLoss:
         """Return the loss of a section whose terms are not all fused; the fused ones are one loss."""
         weighted = [term for term in section.terms if term.weight > 0]
         own = [
-            self.makers[term.type](term, section, pairing, self.transform)
+            self.makers[term.type](term, section, alignment, self.transform)
             for term in weighted
             if term.type in self.makers
         ]
         rest = [term for term in weighted if term.type not in self.makers]
-        transforms = self.transforms(pairing)
+        transforms = self.transforms(alignment)
         fused = build_loss(section.model_copy(update={"terms": rest}), transforms) if rest else None
         measured = fused
         if measured is None or not measured.objective.needs_teacher:
             measured = build_loss("forward_kl", transforms)
         return CompositeLoss(own, fused, measured)
 
-    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+    def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; the teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
 
@@ -188,7 +188,7 @@ class HiddenFormat(FusedFormat):
                     call.labels,
                     teacher_bias=teacher.bias,
                     return_stats=call.inputs.statistics,
-                    **pairing.arguments(call),
+                    **alignment.arguments(call),
                 )
 
             return loss.compute(call, teacher, of_fused) if isinstance(loss, CompositeLoss) else of_fused(loss)

@@ -24,9 +24,9 @@ from transformers import PreTrainedConfig
 
 from distill.core.errors import RunError
 from distill.core.tensor_files import write_tensors
-from distill.models.head import attention_sizes, bare
+from distill.models.head import attention_sizes, unwrap_peft
 from distill.models.layer_states import LayerStates, StateRecorder
-from distill.models.layers import layers_of
+from distill.models.layers import layer_count
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
 from distill.recipe.loss import Loss
 
@@ -161,7 +161,7 @@ class LayerMatching:
     def __init__(self, terms: Sequence[MatchedTerm], teacher: nn.Module, student: nn.Module) -> None:
         self.terms = terms
         self.teacher = teacher
-        self.inner = bare(student)
+        self.inner = unwrap_peft(student)
         self.of_student = self._recorder(student, 0)
         self.of_teacher = self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
@@ -240,10 +240,10 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
             f"{len(teachers)} models"
         )
     (model,) = teachers.values()
-    trained = (p for p in bare(student).parameters() if p.requires_grad and p.is_floating_point())
+    trained = (p for p in unwrap_peft(student).parameters() if p.requires_grad and p.is_floating_point())
     like = next(trained, next(student.parameters()))
     terms = []
-    for matched in matched_terms(section, bare(student).config, bare(model).config):  # type: ignore[arg-type]
+    for matched in matched_terms(section, unwrap_peft(student).config, unwrap_peft(model).config):  # type: ignore[arg-type]
         if matched.is_projected:
             own_width, teacher_width = matched.widths
             matched = matched._replace(projection=LayerProjection(teacher_width, own_width, like))
@@ -271,7 +271,7 @@ def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConf
 
 
 def _matched(term: AnyTerm, name: str, student: PreTrainedConfig, teacher: PreTrainedConfig) -> MatchedTerm:
-    pairs = pairs_of(term.layers, layers_of(student), layers_of(teacher))
+    pairs = pairs_of(term.layers, layer_count(student), layer_count(teacher))
     width = student.get_text_config().hidden_size
     wanted = teacher.get_text_config().hidden_size
     plain = term.model_copy(update={"weight": 1.0})

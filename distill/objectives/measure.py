@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 OTHER_KEYS = {"forward_kl": "forward_divergence", "reverse_kl": "reverse_divergence", "tokens": "spans"}
 
 
-class Measure(NamedTuple):
+class DivergenceUnit(NamedTuple):
     """Name, unit and key of a divergence.
 
     Attributes:
@@ -49,25 +49,25 @@ class Measure(NamedTuple):
         return {names.get(key, key): value for key, value in figures.items()}
 
 
-KL = Measure()
-SPANS = Measure("span divergence", "aligned span", "divergence")
+KL = DivergenceUnit()
+SPANS = DivergenceUnit("span divergence", "aligned span", "divergence")
 
 
-def together(measures: Sequence[Measure]) -> Measure:
+def combine_measures(measures: Sequence[DivergenceUnit]) -> DivergenceUnit:
     """Return the measure of the divergences of several routes, each of its own kind."""
     names = dict.fromkeys(each.name for each in measures)
     units = dict.fromkeys(each.unit for each in measures)
     key = KL.key if all(each.key == KL.key for each in measures) else SPANS.key
-    return Measure(" / ".join(names), "place" if len(units) > 1 else "".join(units), key)
+    return DivergenceUnit(" / ".join(names), "place" if len(units) > 1 else "".join(units), key)
 
 
-def cache_measure(manifest: Mapping[str, Any]) -> Measure:
+def cache_measure(manifest: Mapping[str, Any]) -> DivergenceUnit:
     if manifest.get("kind") == "hidden":
         return KL
     k = manifest["k"]
     temperature = float(manifest["temperature"])
     name = {"bucket": f"KL over {k + 1} outcomes", "renormalize": f"KL over {k} tokens", "sampled": "estimated KL"}
-    return Measure(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
+    return DivergenceUnit(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
 
 
 def metric_text(value: float) -> str:

@@ -64,7 +64,7 @@ class PluginTermLoss(TermLoss):
 
     def _row_losses(self, raw: torch.Tensor, teacher_raw: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the function's losses of logits before scale and soft cap, 0 where no token is trained."""
-        losses = self.function(self.pairing.student.applied(raw), self.transform.applied(teacher_raw), labels)
+        losses = self.function(self.alignment.student.applied(raw), self.transform.applied(teacher_raw), labels)
         return torch.where(labels == IGNORE_INDEX, 0.0, losses)
 
 

@@ -124,10 +124,10 @@ class SampledTokenLoss(TermLoss):
             clip=self.term.clip if sampled is not None else None,
             kl_weight=self.term.teacher_weight,
             kl_estimator="reward",
-            student_logit_scale=self.pairing.student.scale,
-            student_softcap=self.pairing.student.softcap,
+            student_logit_scale=self.alignment.student.scale,
+            student_softcap=self.alignment.student.softcap,
             **self.kernel_settings(),
-            **self.pairing.arguments(call),
+            **self.alignment.arguments(call),
         )
         assert isinstance(loss, torch.Tensor)
         return loss
@@ -145,7 +145,7 @@ class SampledTokenLoss(TermLoss):
                 logit_scale=self.transform.scale,
                 softcap=self.transform.softcap,
                 valid_rows=call.valid_rows,
-                vocab_size=self.pairing.vocab_size,
+                vocab_size=self.alignment.vocab_size,
             )
 
     def _discounted_losses(
@@ -153,7 +153,7 @@ class SampledTokenLoss(TermLoss):
     ) -> torch.Tensor:
         """Return each token's loss [B, S] with advantages that depend on later tokens of the response."""
         term = self.term
-        student = self.pairing.student
+        student = self.alignment.student
         learned = call.labels != IGNORE_INDEX
         log_p = fused_log_probs(
             call.hidden,
@@ -164,7 +164,7 @@ class SampledTokenLoss(TermLoss):
             logit_scale=student.scale,
             softcap=student.softcap,
             valid_rows=call.valid_rows,
-            vocab_size=self.pairing.vocab_size,
+            vocab_size=self.alignment.vocab_size,
         )
         if sampled is not None:
             sampled = torch.where(learned, sampled.to(log_p.dtype), 0.0)

@@ -79,7 +79,7 @@ class SampledTail(TermLoss):
     ) -> torch.Tensor:
         """Return the losses [n] of rows with raw logits [n, V] at these positions, `IGNORE_INDEX` for those to skip."""
         at = positions.clamp_min(0)
-        z = self.pairing.student.applied(raw)
+        z = self.alignment.student.applied(raw)
         y = labels[at].clamp_min(0)[:, None]
         log_s = (z / self.temperature).log_softmax(-1)
         if sampled_log_p is None:  # the present student's own, at temperature 1, without a gradient

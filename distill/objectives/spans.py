@@ -61,7 +61,7 @@ class Side(NamedTuple):
         return own.new_zeros(len(self.first)).index_add_(0, self.span, own)
 
 
-class Tokens(NamedTuple):
+class SpanTokens(NamedTuple):
     """Constants of one vocabulary, on the device.
 
     Attributes:
@@ -75,11 +75,11 @@ class Tokens(NamedTuple):
     place: torch.Tensor
 
     @staticmethod
-    def of(shared: torch.Tensor, rows: int) -> Tokens:
+    def of(shared: torch.Tensor, rows: int) -> SpanTokens:
         """Return the constants for the shared ids and the rows of a head."""
         place = torch.full((rows,), len(shared), dtype=torch.int64, device=shared.device)
         place[shared] = torch.arange(len(shared), device=shared.device)
-        return Tokens(shared, (place == len(shared)).nonzero()[:, 0], place)
+        return SpanTokens(shared, (place == len(shared)).nonzero()[:, 0], place)
 
 
 class Outcomes(NamedTuple):
@@ -90,8 +90,8 @@ class Outcomes(NamedTuple):
         partner: int64 [V_s], the teacher's id of each of the student's tokens, -1 where it has none.
     """
 
-    student: Tokens
-    teacher: Tokens
+    student: SpanTokens
+    teacher: SpanTokens
     partner: torch.Tensor
 
     @staticmethod
@@ -102,7 +102,7 @@ class Outcomes(NamedTuple):
         teacher = teacher[known]
         partner = torch.full((student_rows,), -1, dtype=torch.int64, device=student.device)
         partner[student] = teacher
-        return Outcomes(Tokens.of(student, student_rows), Tokens.of(teacher, teacher_rows), partner)
+        return Outcomes(SpanTokens.of(student, student_rows), SpanTokens.of(teacher, teacher_rows), partner)
 
 
 class Beginning(NamedTuple):
@@ -120,10 +120,10 @@ class Beginning(NamedTuple):
     first: torch.Tensor
     place: torch.Tensor
     whole: torch.Tensor
-    tokens: Tokens
+    tokens: SpanTokens
 
     @staticmethod
-    def of(side: Side, tokens: Tokens) -> Beginning:
+    def of(side: Side, tokens: SpanTokens) -> Beginning:
         first = side.tokens[side.first]
         return Beginning(side.log_p[side.first], first, tokens.place[first], side.whole(), tokens)
 

@@ -42,7 +42,7 @@ class StudentTopKLoss(TermLoss):
 
     def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
         assert teacher is not None
-        student = self.pairing.student
+        student = self.alignment.student
         loss = fused_student_top_k_kl_loss(
             call.hidden,
             call.head.weight,
@@ -50,7 +50,7 @@ class StudentTopKLoss(TermLoss):
             teacher.weight,
             call.labels,
             teacher_bias=teacher.bias,
-            k=min(self.term.k, self.pairing.columns),
+            k=min(self.term.k, self.alignment.columns),
             tail=self.term.tail,
             temperature=self.temperature,
             scale_by_temperature_squared=False,  # `weight` has the factor
@@ -60,7 +60,7 @@ class StudentTopKLoss(TermLoss):
             teacher_logit_scale=self.transform.scale,
             teacher_softcap=self.transform.softcap,
             **self.kernel_settings(),
-            **self.pairing.arguments(call),
+            **self.alignment.arguments(call),
         )
         assert isinstance(loss, torch.Tensor)
         return loss
@@ -71,11 +71,11 @@ class StudentTopKTailLoss(SampledTail):
 
     def tail_targets(self, call: HeadForward, teacher: HeadWeights | None) -> TailTargets:
         assert teacher is not None
-        k = min(self.term.k, self.pairing.columns)
+        k = min(self.term.k, self.alignment.columns)
         labels = call.labels.flatten().clamp_min(0)
         parts = []
         with torch.no_grad():
-            for rows, ids, log_p in top_k_chunks(call, teacher, self.transform, self.pairing, k, self.temperature):
+            for rows, ids, log_p in top_k_chunks(call, teacher, self.transform, self.alignment, k, self.temperature):
                 parts.append((rows, ids, log_p.gather(-1, ids), log_p.gather(-1, labels[rows, None])[:, 0]))
         rows, *values = (torch.cat(column) for column in zip(*parts, strict=True))
         return TailTargets(*(spread(value, rows, call.labels.shape) for value in values))
@@ -91,7 +91,7 @@ def top_k_chunks(
     call: HeadForward,
     teacher: HeadWeights,
     transform: LogitTransform,
-    pairing: VocabularyAlignment,
+    alignment: VocabularyAlignment,
     k: int,
     temperature: float,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -110,7 +110,7 @@ def top_k_chunks(
     kind = call.hidden.device.type
     assert isinstance(targets, torch.Tensor)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.head.weight.dtype
-    columns = pairing.columns
+    columns = alignment.columns
     targets = targets.flatten(0, 1)
     student = Head(hidden, call.head.weight, call.head.bias, *(call.head.lora or ())).cut(columns, dtype)
     rows = torch.arange(len(hidden), device=hidden.device) if call.valid_rows is None else call.valid_rows

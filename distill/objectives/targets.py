@@ -16,7 +16,7 @@ from distill_kernels.losses import DIVERGENCES
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
-from distill.objectives.measure import KL, Measure
+from distill.objectives.measure import KL, DivergenceUnit
 
 if TYPE_CHECKING:
     from distill.objectives.layer_matching import StepStates
@@ -134,7 +134,7 @@ class TargetProperties(NamedTuple):
     """
 
     columns: tuple[int, ...]
-    measure: Measure = KL
+    measure: DivergenceUnit = KL
     caveat: str | None = None
     divergences: frozenset[str] = frozenset(DIVERGENCES)
     routes: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class TargetFormat:
         """
         raise NotImplementedError
 
-    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
+    def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> TargetLoss:
         """Return the loss for a recipe's `loss` section.
 
         Raises:
@@ -172,11 +172,11 @@ class TargetFormat:
         """
         raise NotImplementedError
 
-    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
+    def held_out(self, alignment: VocabularyAlignment) -> TargetLoss:
         """Return the loss of evaluations: the forward divergence with statistics, and the reverse divergence."""
         raise NotImplementedError
 
-    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+    def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class TargetFormat:
         """
         return {}
 
-    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overlap(self, alignment: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
         teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes. Empty as above.
         """

@@ -49,9 +49,9 @@ class TermLoss(abc.ABC):
     weighted_by_kernel = False
     reads_layers = False
 
-    def __init__(self, term: Term, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
+    def __init__(self, term: Term, section: Loss, alignment: VocabularyAlignment, transform: LogitTransform) -> None:
         self.term = term
-        self.pairing = pairing
+        self.alignment = alignment
         self.transform = transform
         self.temperature = section.temperature if self.at_temperature else 1.0
         squared = self.temperature**2 if section.scale_by_temperature_squared else 1.0
@@ -107,7 +107,7 @@ class TermLoss(abc.ABC):
             }
         loss = ChunkedLoss(row_losses, **self.kernel_settings())
         value: torch.Tensor = loss(
-            call.hidden, call.head.weight, labels=labels, **theirs, **self.pairing.arguments(call)
+            call.hidden, call.head.weight, labels=labels, **theirs, **self.alignment.arguments(call)
         )
         return value
 

@@ -110,20 +110,20 @@ class TopKFormat(TargetFormat):
         columns = vocab_size or self.columns
         return VocabularyAlignment(student, columns, None if columns == max(rows, self.columns) else columns)
 
-    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
+    def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> TargetLoss:
         """Return `FusedTopKKLLoss`, or the plain loss of hard labels alone."""
         if isinstance(section, Loss) and section.tailed is not None:
-            return stored_tail_loss(section, pairing, self)
+            return stored_tail_loss(section, alignment, self)
         if isinstance(section, Loss) and section.has(*SEPARATE):
             raise ValueError(
                 f"loss.terms: {' and '.join(SEPARATE)} expect hidden states of the teacher, got its "
                 "top K tokens; use top_k_reverse_kl with tail: sampled"
             )
-        return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
+        return top_k_loss(build_loss(section, LogitTransforms(alignment.student, self.transform)), self)
 
-    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
+    def held_out(self, alignment: VocabularyAlignment) -> TargetLoss:
         """Return the loss over the stored outcomes; sampled tokens do not determine the reverse KL."""
-        student = pairing.student
+        student = alignment.student
 
         def of(term: LossTerm) -> FusedTopKKLLoss:
             return FusedTopKKLLoss(
@@ -137,12 +137,12 @@ class TopKFormat(TargetFormat):
 
         return HeldOutLoss(of, reverse="reverse_kl" in self.properties.divergences)
 
-    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+    def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; its statistics are completed with stored ones."""
         targets: Any = call.inputs.targets
 
         def of_fused(fused: Any) -> LossResult:
-            arguments = pairing.arguments(call) | {"return_stats": call.inputs.statistics}
+            arguments = alignment.arguments(call) | {"return_stats": call.inputs.statistics}
             if targets is None:  # hard labels alone
                 return fused(call.hidden, call.head.weight, labels=call.labels, **arguments)
             return fused(call.hidden, call.head.weight, targets.ids, targets.logprobs, call.labels, **arguments)
@@ -223,7 +223,7 @@ class StoredTailLoss(SampledTail):
         return TailTargets(targets.ids, targets.logprobs, targets.label_logprob)
 
 
-def stored_tail_loss(section: Loss, pairing: VocabularyAlignment, format: TopKFormat) -> CompositeLoss:
+def stored_tail_loss(section: Loss, alignment: VocabularyAlignment, format: TopKFormat) -> CompositeLoss:
     """Return the loss of the term `top_k_reverse_kl` with `tail: sampled`; metrics are of the forward KL over K tokens.
 
     Raises:
@@ -246,8 +246,8 @@ def stored_tail_loss(section: Loss, pairing: VocabularyAlignment, format: TopKFo
             "loss.temperature: expected 1 with tail: sampled over a teacher's K tokens, whose log-probability of "
             f"the drawn token is at 1; got {section.temperature:g}"
         )
-    student = pairing.student
+    student = alignment.student
     measured = FusedTopKKLLoss(
         "forward", format.tail, student_logit_scale=student.scale, student_softcap=student.softcap
     )
-    return CompositeLoss([StoredTailLoss(term, section, pairing, format.transform)], None, measured)
+    return CompositeLoss([StoredTailLoss(term, section, alignment, format.transform)], None, measured)

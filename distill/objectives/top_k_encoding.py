@@ -48,7 +48,7 @@ class Encoding(NamedTuple):
     temperature: float = 1.0
 
 
-class TopK(NamedTuple):
+class EncodedTopK(NamedTuple):
     """K tokens of a teacher's distribution at M positions.
 
     Attributes:
@@ -67,9 +67,9 @@ class TopK(NamedTuple):
     entropy: torch.Tensor
     label_logprob: torch.Tensor
 
-    def to(self, dtype: torch.dtype) -> TopK:
+    def to(self, dtype: torch.dtype) -> EncodedTopK:
         """Return the same tokens, with all numbers in `dtype`."""
-        return TopK(self.ids, *(value.to(dtype) for value in self[1:]))
+        return EncodedTopK(self.ids, *(value.to(dtype) for value in self[1:]))
 
 
 def rows_at_once(device: torch.device, columns: int) -> int:
@@ -96,7 +96,7 @@ def encode(
     labels: torch.Tensor,
     encoding: Encoding,
     generator: torch.Generator | None = None,
-) -> TopK:
+) -> EncodedTopK:
     """Return K tokens of each position's distribution, computed chunk by chunk.
 
     Args:
@@ -116,11 +116,11 @@ def encode(
         entropy = -torch.where(hard > -torch.inf, hard.exp() * hard, 0.0).sum(-1)
         label = hard.gather(-1, labels[here, None]).squeeze(-1)
         chosen = _sampled(logp, k, generator) if tail == "sampled" else _likeliest(logp, k)
-        parts.append(TopK(*chosen, entropy, label))
+        parts.append(EncodedTopK(*chosen, entropy, label))
     if not parts:
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        return TopK(empty.new_zeros(0, k, dtype=torch.int32), empty.new_zeros(0, k), empty, empty, empty)
-    return TopK(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        return EncodedTopK(empty.new_zeros(0, k, dtype=torch.int32), empty.new_zeros(0, k), empty, empty, empty)
+    return EncodedTopK(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def _likeliest(logp: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

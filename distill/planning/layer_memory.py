@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distill.models.layers import layer_indices, layers_of
+from distill.models.layers import layer_count, layer_indices
 from distill.models.meta_models import meta_config
 from distill.objectives.layer_matching import MatchedTerm, matched_terms
 from distill.planning.device_plan import DevicePlan
@@ -43,7 +43,7 @@ def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
         return []
     teacher = meta_config(plan.source.config_section(), "teacher")
     if recipe.student.is_cut:
-        loss = loss.with_kept_layers(layer_indices(recipe.student.from_teacher, layers_of(teacher)))
+        loss = loss.with_kept_layers(layer_indices(recipe.student.from_teacher, layer_count(teacher)))
     return matched_terms(loss, plan.student.config, teacher)
 
 

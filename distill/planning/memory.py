@@ -34,7 +34,7 @@ from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE
 
 from distill.models.precision.quantised_student import quantised_bytes
-from distill.models.shape import Shape
+from distill.models.shape import ModelSizes
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.layer_memory import layer_memory
@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
 
 def layer_activations(
-    shape: Shape, *, compute: int, residual: int, autocast: bool, apart: bool = False, fp8: bool = False
+    shape: ModelSizes, *, compute: int, residual: int, autocast: bool, apart: bool = False, fp8: bool = False
 ) -> float:
     """Return the bytes per token that one layer keeps for its backward.
 
@@ -213,7 +213,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4)
 
 
-def _rollout_cache(plan: DevicePlan, student: Shape, compute: int) -> float:
+def _rollout_cache(plan: DevicePlan, student: ModelSizes, compute: int) -> float:
     """Return the bytes of the KV cache of on-policy rollouts, which is kept for the last two batch sizes."""
     section = plan.recipe.data.active_on_policy
     length = plan.recipe.data.max_length

@@ -33,7 +33,7 @@ from distill.models.dtypes import Precision
 from distill.models.load.source import resolve_tokenizer_source
 from distill.models.meta_models import meta_config, pruned_config, size_note, weights_problem
 from distill.models.precision.quantised_formats import formats_of
-from distill.models.shape import USABLE, Shape
+from distill.models.shape import USABLE, ModelSizes
 from distill.objectives.losses import is_soft
 from distill.planning.cache_memory import describe_cache_memory
 from distill.planning.device_plan import DevicePlan, device_plan
@@ -82,8 +82,8 @@ class Preflight:
     gpus: int
     training: int
     strategy: str = field(init=False)  # known once the data are read, as memory is
-    teacher: Shape
-    student: Shape
+    teacher: ModelSizes
+    student: ModelSizes
     memory: Memory = field(init=False)
     fits: bool = field(init=False)
     accumulation: int
@@ -191,7 +191,7 @@ def check(
     return report
 
 
-def _combined_shape(teachers: Sequence[Shape]) -> Shape:
+def _combined_shape(teachers: Sequence[ModelSizes]) -> ModelSizes:
     """Return several teachers' shapes as one: all are held in memory, and run one after another."""
     first = teachers[0]
     return first._replace(
@@ -310,7 +310,7 @@ def _check_vocabulary(source: TeacherPlan, report: Preflight) -> Vocabulary | No
         return vocabulary
     try:
         vocabulary.prepare()
-        report.vocabulary = vocabulary.match(rows, report.student.vocabulary).verdict
+        report.vocabulary = vocabulary.match(rows, report.student.vocabulary).vocabulary_note
         report.vocabulary_ok = True
     except ValueError as error:
         report.vocabulary = str(error)
@@ -388,7 +388,7 @@ def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight
         report.seconds_per_step = None if own.seconds is None else report.seconds_per_step + own.seconds
 
 
-def _estimate_disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:
+def _estimate_disk(recipe: Recipe, student: ModelSizes, precision: Precision, report: Preflight) -> None:
     """The saved student, and with `save_every` two checkpoints and a third being written."""
     weight = precision.student.itemsize
     lora = student.rank > 0

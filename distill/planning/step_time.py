@@ -27,7 +27,7 @@ from distill.data.report import DataReport
 from distill.generation.support_check import fused_unsupported_reason
 from distill.models.flops import NO_FLOPS, FlopCounts, count_flops
 from distill.models.gpu_specs import GpuSpec
-from distill.models.shape import Shape
+from distill.models.shape import ModelSizes
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import LINK_EFFICIENCY, Device
@@ -54,7 +54,7 @@ class StepTokens(NamedTuple):
     pairs: float
 
 
-class StepTime(NamedTuple):
+class PredictedStepTime(NamedTuple):
     """FLOPs of an optimizer step on all devices, and its seconds; None where the devices' rates are unknown."""
 
     flops: float
@@ -91,7 +91,7 @@ class DeviceClock(NamedTuple):
         return products + flops.pair * tokens.pairs / (ATTENTION_EFFICIENCY * self.peak) + moved / self.bandwidth
 
 
-def step_time(plan: DevicePlan, tokens: StepTokens, read: StepTokens | None = None) -> StepTime | None:
+def step_time(plan: DevicePlan, tokens: StepTokens, read: StepTokens | None = None) -> PredictedStepTime | None:
     """Return FLOPs and time of a step; None for a model whose FLOPs are unknown.
 
     Args:
@@ -110,14 +110,14 @@ def step_time(plan: DevicePlan, tokens: StepTokens, read: StepTokens | None = No
         or (peak := gpu_spec.flops) is None
         or plan.precision.compute == torch.float32
     ):
-        return StepTime(flops, None)
+        return PredictedStepTime(flops, None)
     clock = DeviceClock(gpu_spec, peak, tokens, plan.world * plan.accumulation)
     work = clock.seconds(student.flops, recipe.student.compute == "fp8")
     work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
     students = _student_seconds(plan, clock, work)
     teachers = _teacher_seconds(plan, clock._replace(tokens=read), teacher)
     apart = recipe.parallel.teacher_gpus
-    return StepTime(flops, max(students, teachers) if apart else students + teachers)
+    return PredictedStepTime(flops, max(students, teachers) if apart else students + teachers)
 
 
 def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float:
@@ -193,7 +193,7 @@ def estimate_rollouts(plan: DevicePlan, data: DataReport, rows: float) -> Rollou
 
 
 def seconds_per_token(
-    student: Shape, gpu_spec: GpuSpec, sequences: float, cached: float, itemsize: int, fused: bool
+    student: ModelSizes, gpu_spec: GpuSpec, sequences: float, cached: float, itemsize: int, fused: bool
 ) -> float:
     """Return the seconds of one new token of `sequences` sequences with `cached` tokens each."""
     bytes_read = itemsize if fused or itemsize == 2 else itemsize + 4  # else a copy in 16 bits is written, and read

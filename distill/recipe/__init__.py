@@ -5,7 +5,7 @@ them, reads and writes. No module of this package imports torch.
 """
 
 from distill.core.errors import RecipeError
-from distill.recipe.data import Data, OnPolicy, Part, Validation
+from distill.recipe.data import Data, DataPart, OnPolicy, Validation
 from distill.recipe.from_teacher import FromTeacher, Importance
 from distill.recipe.loss import Loss
 from distill.recipe.models import Lora, ModelSection, Student
@@ -29,6 +29,7 @@ __all__ = [
     "ComputedTeacherConfig",
     "Context",
     "Data",
+    "DataPart",
     "FromTeacher",
     "Generate",
     "Importance",
@@ -39,7 +40,6 @@ __all__ = [
     "ModelSection",
     "OnPolicy",
     "Parallel",
-    "Part",
     "PluginTeacherConfig",
     "Recipe",
     "RecipeError",

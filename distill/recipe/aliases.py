@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from distill.core.errors import Alias, Names
+from distill.core.errors import Alias, FieldNames
 from distill.recipe.fields import PATTERNS
 from distill.recipe.train import OWNED_ARGUMENTS
 
@@ -34,12 +34,12 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
 
 
 @functools.cache
-def other_tools() -> Names:
+def other_tools() -> FieldNames:
     """Return the names of settings, values and sections in other tools, for error messages."""
     tables = _tables()
     fields = OWNED_ARGUMENTS | {name: setting for setting, names in tables["names"].items() for name in names}
     hints = {name: entry["hint"] for entry in tables["hints"] for name in entry["names"]}
-    return Names(
+    return FieldNames(
         {name: Alias(setting, hints.get(name, "")) for name, setting in fields.items()},
         tables["values"],
         {section: (entry["form"], entry["value"]) for section, entry in tables["short"].items()},

@@ -144,7 +144,7 @@ class MixedSource(Section):
     teacher: Text | None = None
 
 
-class Part(NamedTuple):
+class DataPart(NamedTuple):
     """One source of the data.
 
     Attributes:
@@ -256,15 +256,15 @@ class Data(Section):
         return self.active_on_policy is not None and self.active_on_policy.turns == "all"
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[DataPart]:
         """Every source with the settings that it is read by."""
         if not self.sources:
-            return [Part("data.source", self)]
+            return [DataPart("data.source", self)]
         total = sum(source.weight for source in self.sources)
         found = []
         for number, source in enumerate(self.sources):
             own = {name: value for name, value in source if value is not None and name not in ("weight", "teacher")}
             most = [rows for rows in (source.max_rows, self.max_rows) if rows is not None]
             data = self.model_copy(update={"sources": [], **own, "max_rows": min(most, default=None)})
-            found.append(Part(f"data.sources.{number}.source", data, source.weight / total, source.teacher))
+            found.append(DataPart(f"data.sources.{number}.source", data, source.weight / total, source.teacher))
         return found

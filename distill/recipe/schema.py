@@ -25,7 +25,7 @@ from distill.core.errors import RecipeError, Section, explain
 from distill.core.folders import STAGES
 from distill.recipe.aliases import other_tools
 from distill.recipe.compatibility import conflicts
-from distill.recipe.data import Data, Part
+from distill.recipe.data import Data, DataPart
 from distill.recipe.fields import NAME, Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student
@@ -126,7 +126,7 @@ class Recipe(Section):
         routes = [teacher.route for teacher in self.teachers]
         if any(routes) and not all(routes):
             raise ValueError("teachers: expected a route for each teacher, or for none; got some without")
-        whole = [Part("", self.data)] if self.data.validation.source is not None else []
+        whole = [DataPart("", self.data)] if self.data.validation.source is not None else []
         for part in [*self.data.parts, *whole]:
             if [part.data.fields.teacher, part.teacher].count(None) != (1 if any(routes) else 2):
                 raise ValueError(

@@ -19,12 +19,12 @@ import numpy as np
 
 from distill.core.diff_settings import diff_settings
 from distill.core.errors import quote
-from distill.objectives.measure import Measure
+from distill.objectives.measure import DivergenceUnit
 from distill.recipe import parse
 from distill.recipe.resume_policy import settings_of_steps
 from distill.reports.curves import points
 from distill.reports.plots import Chart, Series, line_chart
-from distill.reports.report import AGREEMENT, Run, legend
+from distill.reports.report import AGREEMENT, ReportedRun, legend
 from distill.reports.style import document
 
 # settings that held-out metrics depend on besides the student; `config` matters for random weights alone
@@ -52,7 +52,7 @@ JUDGED_BY = (
 )
 
 
-class Group(NamedTuple):
+class RunGroup(NamedTuple):
     """Runs of one recipe under several seeds.
 
     Attributes:
@@ -66,7 +66,7 @@ class Group(NamedTuple):
 
     name: str
     runs: list[str]
-    measure: Measure
+    measure: DivergenceUnit
     divergence: list[float]
     agreement: list[float]
     gap: list[float]
@@ -85,10 +85,10 @@ def describe_changes(changes: Mapping[str, object]) -> str:
     return ", ".join(f"no {key}" if value is None else f"{key}={value}" for key, value in changes.items())
 
 
-def evaluation_differences(runs: Sequence[Run]) -> list[str]:
+def evaluation_differences(runs: Sequence[ReportedRun]) -> list[str]:
     """Return a line for each run with another teacher or other held-out rows than the first of its measure."""
     lines: list[str] = []
-    first: dict[Measure, tuple[str, dict[str, object]]] = {}
+    first: dict[DivergenceUnit, tuple[str, dict[str, object]]] = {}
     for run in runs:
         recipe = parse(run.recipe, name=run.folder.name)
         steps = settings_of_steps(recipe, 1)
@@ -105,7 +105,7 @@ def evaluation_differences(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[ReportedRun]) -> list[RunGroup]:
     """Group finished runs by recipe, in the given order.
 
     Raises:
@@ -118,7 +118,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         if "after" not in run.result:
             raise ValueError(f"{run.folder}: has no result yet; distill run ... --resume finishes it")
     first: dict[str, object] | None = None
-    made: list[Group] = []
+    made: list[RunGroup] = []
     for settings, members in _by_recipe(runs).values():
         first = settings if first is None else first
         after = [run.held_out["after"] for run in members]
@@ -127,7 +127,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         measure = members[0].measure
         comparable = bool(made) and made[0].measure == measure
         made.append(
-            Group(
+            RunGroup(
                 members[0].folder.name,
                 [run.folder.name for run in members],
                 measure,
@@ -141,9 +141,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return made
 
 
-def _by_recipe(runs: Sequence[Run]) -> dict[str, tuple[dict[str, object], list[Run]]]:
+def _by_recipe(runs: Sequence[ReportedRun]) -> dict[str, tuple[dict[str, object], list[ReportedRun]]]:
     """Return the settings of each recipe with its runs, in order."""
-    groups: dict[str, tuple[dict[str, object], list[Run]]] = {}
+    groups: dict[str, tuple[dict[str, object], list[ReportedRun]]] = {}
     for run in runs:
         settings = settings_of_steps(run.settings, run.processes)
         for name in ("name", "train.seed", "data.validation.seed"):
@@ -187,7 +187,7 @@ def _tail(t: float, freedom: float) -> float:
     return min(1.0, max(0.0, 1 - 2 * scale * end * mean))
 
 
-def curves_page(runs: Sequence[Run]) -> str:
+def curves_page(runs: Sequence[ReportedRun]) -> str:
     """Return an HTML page with divergence and agreement of all runs over steps, held out and in training.
 
     Runs of one recipe under several seeds are one line, their mean, with a band from the lowest to the highest.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from distill.core import console
 from distill.core.files import write_text
-from distill.objectives.measure import KL, Measure
+from distill.objectives.measure import KL, DivergenceUnit
 from distill.reports.plots import HINT, Chart, Series, is_installed, picture
 
 Rows = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
@@ -31,7 +31,7 @@ class Panel(NamedTuple):
     from_zero: bool = False
 
 
-def panels_of(measure: Measure = KL) -> list[Panel]:
+def panels_of(measure: DivergenceUnit = KL) -> list[Panel]:
     """Return the charts of a run whose divergence is `measure`; divergences other than KL are logged as
     `divergence`.
     """
@@ -54,7 +54,7 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
     ]
 
 
-def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Series]]]:
+def charts_of(rows: Rows, measure: DivergenceUnit = KL) -> list[tuple[Panel, list[Series]]]:
     """Return the panels with at least two values in `rows`, and their lines.
 
     The loss is left out where it equals the divergence.
@@ -96,7 +96,7 @@ def draw_curves(
     path: Path,
     title: str = "",
     *,
-    measure: Measure = KL,
+    measure: DivergenceUnit = KL,
     keys: Sequence[str] = (),
     theme: str = "",
 ) -> bool:

@@ -31,7 +31,7 @@ from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
-from distill.models.load.source import ModelSource, tokenizer_place
+from distill.models.load.source import ModelFiles, tokenizer_place
 from distill.models.precision.quantised_formats import SavedBlocks, formats_of, read_saved
 from distill.recipe.quantise import GGUF_FILES, Quantise
 
@@ -75,7 +75,7 @@ class ExportSummary(NamedTuple):
     exact: bool = False
 
 
-class Plan(NamedTuple):
+class TensorPlan(NamedTuple):
     """Types of a file's tensors.
 
     Attributes:
@@ -143,7 +143,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     formats = {} if trained is None else trained.by_name
     if trained is None and type in FORMAT_OF:
         formats = formats_of(model, Quantise.model_validate({"format": FORMAT_OF[type]})).by_name
-    plan = Plan(type, formats, trained)
+    plan = TensorPlan(type, formats, trained)
     with atomic_path(destination) as unfinished:
         _write(model, tokenizer, unfinished, plan, destination.stem)
         kl = _check(model, tokenizer, unfinished, plan)
@@ -224,7 +224,7 @@ def _unread_settings(config: Any) -> list[str]:
     return [name for name, present in settings.items() if present]
 
 
-def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan, name: str) -> None:
+def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: TensorPlan, name: str) -> None:
     import gguf
 
     config = model.config
@@ -334,10 +334,10 @@ def split_name(spec: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan) -> float:
+def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: TensorPlan) -> float:
     """Compare the file with the student; returns KL(student || file) on the texts, nats per token."""
     place: dict[str, Any] = {"gguf_file": path.name}
-    with tokenizer_place(ModelSource(str(path.parent), path.name)) as folder:
+    with tokenizer_place(ModelFiles(str(path.parent), path.name)) as folder:
         again = AutoTokenizer.from_pretrained(folder, **place)
     for text in TEXTS:
         ids = [t(text, add_special_tokens=False).input_ids for t in (tokenizer, again)]

@@ -38,7 +38,7 @@ def install_command() -> str:
     return f"npm install --ignore-scripts --omit=optional --prefix {folder()} {packages}"
 
 
-class Answer(TypedDict):
+class LlamaCppFigures(TypedDict):
     """Answer of llama.cpp; `llama_cpp.mjs` describes its fields."""
 
     tokens: list[list[int]]
@@ -48,7 +48,7 @@ class Answer(TypedDict):
     kl: list[list[float]]
 
 
-def request(model: Path, asked: Mapping[str, object]) -> Answer:
+def request(model: Path, asked: Mapping[str, object]) -> LlamaCppFigures:
     """Return the answer of llama.cpp to a request, whose fields `llama_cpp.mjs` describes.
 
     Raises:
@@ -63,7 +63,7 @@ def request(model: Path, asked: Mapping[str, object]) -> Answer:
     if done.returncode:
         message = (done.stderr.strip() or "ended without a message").splitlines()[0]
         raise RunError(f"llama.cpp cannot read {model}: {message}")
-    answer: Answer = json.loads(done.stdout)
+    answer: LlamaCppFigures = json.loads(done.stdout)
     return answer
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from distill.core.files import write_text
 from distill.evaluation.evaluate import HeldOut, describe_reduction
-from distill.objectives.measure import KL, SPANS, Measure, metric_text
+from distill.objectives.measure import KL, SPANS, DivergenceUnit, metric_text
 
 # lines of the card for a whole model, and for an adapter alone
 MODEL = 'library_name: "transformers"', "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -39,7 +39,7 @@ def write_model_card(
     hub_models: tuple[str, ...] = (),
     datasets: tuple[str, ...] = (),
     licence: str | None = None,
-    measure: Measure = KL,
+    measure: DivergenceUnit = KL,
 ) -> Path:
     """Write `README.md` into `folder`, which holds a model or an adapter.
 
@@ -126,7 +126,7 @@ def hub_ids(*names: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
 
 
-def metrics_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:
+def metrics_table(before: HeldOut, after: HeldOut, measure: DivergenceUnit = KL) -> str:
     """Return held-out metrics of teacher, student before and student after, as a Markdown table."""
     name = measure.name
     lines = [f"| | forward {name} | reverse {name} | top-1 agreement | perplexity |", "|---|---:|---:|---:|---:|"]
@@ -139,7 +139,7 @@ def metrics_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str
     return "\n".join(lines)
 
 
-def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
+def _explanation(before: HeldOut, after: HeldOut, measure: DivergenceUnit) -> str:
     closed = describe_reduction(before, after).replace("%", " %")
     if measure == SPANS:
         return (

@@ -20,7 +20,7 @@ from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.core.manifest import entry_mismatch
 from distill.evaluation.evaluate import perplexity
-from distill.objectives.measure import Measure, metric_text
+from distill.objectives.measure import DivergenceUnit, metric_text
 from distill.recipe import Recipe, parse
 from distill.reports.curves import Panel, Rows, charts_of
 from distill.reports.plots import HINT, Chart, Series, is_installed, line_chart, short
@@ -41,7 +41,7 @@ PHASES = {
 AGREEMENT = "for which student and teacher have the same top-1 token"
 
 
-class Run(NamedTuple):
+class ReportedRun(NamedTuple):
     """Content of a run's folder.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run(NamedTuple):
         return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE))
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> DivergenceUnit:
         """Return the definition of the run's divergence."""
         return measure_of(self.settings, self.result.get("measure") or self.before.get("measure"))
 
@@ -100,7 +100,7 @@ def find_run(argument: str | Path) -> Path:
     raise RecipeError([f"{str(argument)!r}: no such run (a folder with a {RECIPE_FILE}){known}"])
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> ReportedRun:
     """Read a run, finished or not.
 
     Raises:
@@ -124,7 +124,7 @@ def read_run(folder: Path) -> Run:
 
     recipe = (folder / RECIPE_FILE).read_text(encoding="utf-8")
     metrics = read_metrics(folder / "metrics.jsonl")
-    return Run(folder, recipe, metrics, read("before.json"), read(RESULT_FILE))
+    return ReportedRun(folder, recipe, metrics, read("before.json"), read(RESULT_FILE))
 
 
 def _require_metrics(path: Path, value: object) -> None:
@@ -150,7 +150,7 @@ def write_report(folder: Path, destination: Path | None = None) -> Path:
     return target
 
 
-def report_html(run: Run) -> str:
+def report_html(run: ReportedRun) -> str:
     name = html.escape(run.folder.name)
     sections = [
         _header(run),
@@ -172,7 +172,7 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>\n{body}\n</section>" if body else ""
 
 
-def _recipe_facts(run: Run) -> dict[str, str]:
+def _recipe_facts(run: ReportedRun) -> dict[str, str]:
     recipe = run.settings
     weighted = [term for term in recipe.loss.terms if term.weight > 0]
     plain = len(weighted) == 1 and weighted[0].weight == 1
@@ -185,13 +185,13 @@ def _recipe_facts(run: Run) -> dict[str, str]:
     }
 
 
-def _term(term: Any, measure: Measure) -> str:
+def _term(term: Any, measure: DivergenceUnit) -> str:
     """Return a loss term in words; a custom one by its function's name."""
     name = str(getattr(term, "function", term.type))
     return (name.removesuffix("_kl") + f" {measure.name}" * name.endswith("_kl")).replace("_", " ")
 
 
-def _header(run: Run) -> str:
+def _header(run: ReportedRun) -> str:
     """Return the header: start, duration, device, command, models, data and loss."""
     stored = run.before.get("started"), run.result.get("finished")
     times = [datetime.fromisoformat(time) for time in stored if time]
@@ -207,7 +207,7 @@ def _header(run: Run) -> str:
     return f'<p class="when">{html.escape(" · ".join(when))}</p>{unfinished}<dl>{items}</dl>'
 
 
-def _summary(run: Run) -> str:
+def _summary(run: ReportedRun) -> str:
     cards = []
     name = html.escape(run.measure.name)
     after = run.held_out.get("after")
@@ -236,7 +236,7 @@ def _summary(run: Run) -> str:
     return f'<div class="cards">{boxes}</div>' if boxes else ""
 
 
-def _held_out(run: Run) -> str:
+def _held_out(run: ReportedRun) -> str:
     figures = run.held_out
     if not figures:
         return ""
@@ -272,7 +272,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
     return f'<div class="wide" tabindex="0"><table class="{kind}">{head_row}<tbody>{body}</tbody></table></div>'
 
 
-def _charts(rows: Rows, measure: Measure) -> str:
+def _charts(rows: Rows, measure: DivergenceUnit) -> str:
     charts = charts_of(rows, measure)
     if not charts:
         few = "No curves: a line needs two logged steps; lower train.log_every."
@@ -367,7 +367,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _samples(run: Run) -> str:
+def _samples(run: ReportedRun) -> str:
     answers: dict[str, Any] = run.result.get("answers") or run.before.get("answers") or {}
     if not answers:
         return ""

@@ -14,7 +14,7 @@ from typing import Any
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
 from distill.core.manifest import add_to_manifest, entry_mismatch
 from distill.evaluation.evaluate import HeldOut
-from distill.objectives.measure import Measure
+from distill.objectives.measure import DivergenceUnit
 from distill.training.lock_file import LOCK_FILE
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def _files_below(folder: Path, name: str) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in (folder / name).rglob("*") if path.is_file())
 
 
-def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list[str]]] | None:
+def read_before(folder: Path, measure: DivergenceUnit) -> tuple[HeldOut, dict[str, list[str]]] | None:
     """Return metrics and responses from before training; None where there are none yet, or they are damaged."""
     path = folder / BEFORE_FILE
     if not path.exists():

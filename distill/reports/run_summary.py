@@ -11,11 +11,11 @@ from distill.core.files import write_text
 from distill.core.units import GIB, plural
 from distill.evaluation.evaluate import HeldOut, describe_reduction
 from distill.models.flops import count_text, parameters_of
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.layers import offloading_of
 from distill.models.prune.widths import widths_of
 from distill.models.quantised_checkpoints import quantised_by
-from distill.objectives.measure import KL, Measure
+from distill.objectives.measure import KL, DivergenceUnit
 from distill.planning.steps import small_data_warnings
 from distill.recipe.quantise import GGUF_FILES
 from distill.reports.gguf_file import gguf_faults
@@ -48,7 +48,7 @@ def run_summary(
     if pair.layer_indices is not None:
         name += f", layers {_ranges(pair.layer_indices)}"
     if recipe.student.is_cut and recipe.student.from_teacher is not None and recipe.student.from_teacher.cuts_widths:
-        config: Any = bare(pair.student).config
+        config: Any = unwrap_peft(pair.student).config
         widths = widths_of(config)
         name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values)"
         name += f", MLP columns {widths.intermediate}" if widths.intermediate else ""
@@ -63,7 +63,7 @@ def run_summary(
         "teacher": f"{source.title()}, {pair.teacher.size_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}" + "".join(map(_line_of, recipe.loss.schedule)),
-        "vocabulary": pair.verdict,
+        "vocabulary": pair.vocabulary_note,
         "data": str(data).replace("\n", "\n" + " " * 12),
         "steps": f"{plan.steps:,} of {step}, "
         f"{plural(plan.accumulation, 'micro-batch')} per step on {plan.world} x {device}",
@@ -82,7 +82,7 @@ def run_summary(
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     quantise = recipe.student.quantise
     is_gguf = quantise is not None and quantise.format in GGUF_FILES
-    faults = gguf_faults(bare(pair.student).config, pair.tokenizer) if is_gguf else []
+    faults = gguf_faults(unwrap_peft(pair.student).config, pair.tokenizer) if is_gguf else []
     if faults:
         lines["file"] = f"distill export cannot write it: {'; '.join(faults)}"
     caveat = pair.teacher.format.properties.caveat
@@ -97,7 +97,9 @@ def _line_of(schedule: Schedule) -> str:
     return f"; {schedule.setting} " + ", ".join(f"{value:g} at step {step}" for value, step in points)
 
 
-def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
+def result_table(
+    before: HeldOut, after: HeldOut, measure: DivergenceUnit = KL
+) -> tuple[list[str], list[list[str]], str]:
     """Return heading, rows and closing line of the table of held-out metrics."""
     heading = ["held out", f"{measure.name} to teacher", "agreement", "perplexity"]
     rows = [["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"]]

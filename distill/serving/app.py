@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from distill.core.errors import TeacherUnavailableError
-from distill.serving.engine import Answer, Engine, Job, Options
+from distill.serving.engine import RequestOptions, RowsRequest, RowTargets, ServingEngine
 from distill.serving.memory_budget import MemoryBudget
 from distill.serving.worker import Full, Worker
 from distill.teachers.backends.served.integrity import CHECKSUM, checksum
@@ -55,7 +55,7 @@ READERS = 4  # bodies that are parsed at a time
 T = TypeVar("T")
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """Limits of a teacher server.
 
     Attributes:
@@ -82,7 +82,7 @@ class Limits(NamedTuple):
         return JSON_BYTES_A_TOKEN * self.tokens + (1 << 16)
 
 
-def make_app(engine: Engine, token: str | None, limits: Limits) -> Starlette:
+def make_app(engine: ServingEngine, token: str | None, limits: RequestLimits) -> Starlette:
     """Return the application, which starts the worker and ends it.
 
     Args:
@@ -167,7 +167,7 @@ class TensorResponse(Response):
 class Service:
     """The HTTP endpoints."""
 
-    def __init__(self, engine: Engine, worker: Worker, limits: Limits, token: str | None) -> None:
+    def __init__(self, engine: ServingEngine, worker: Worker, limits: RequestLimits, token: str | None) -> None:
         self.engine = engine
         self.worker = worker
         self.limits = limits
@@ -249,9 +249,9 @@ class Service:
         except ClientDisconnect:
             return Response(status_code=499)
 
-    async def _answer(self, request: Request, body: bytes, options: Options) -> Sent:
+    async def _answer(self, request: Request, body: bytes, options: RequestOptions) -> Sent:
         as_json = request.headers.get("content-type", "").partition(";")[0].strip() == JSON
-        job = Job(await self._read(self._checked, body, as_json), options)
+        job = RowsRequest(await self._read(self._checked, body, as_json), options)
         if options.logits and len(job.query.rows) > (most := self.engine.identity.limits["logits"] or 1):
             raise ProtocolError(f"rows: expected at most {most} for logits, got {len(job.query.rows)}")
         size = job.answer_bytes(self.engine.identity)
@@ -277,7 +277,7 @@ class Service:
     def _late(self) -> Refused:
         return Refused(504, f"no response within {self.limits.answer_seconds:g} s")
 
-    def _options(self, request: Request, logits: bool) -> Options:
+    def _options(self, request: Request, logits: bool) -> RequestOptions:
         given = dict(request.query_params)
         values = dict[str, Any]()
         kinds = {"top_k": int, "columns": int, "temperature": float, "tail": str, "dtype": str, "deterministic": int}
@@ -292,7 +292,7 @@ class Service:
         if not all(math.isfinite(value) for value in values.values() if isinstance(value, float)):
             raise ProtocolError(f"temperature: expected a finite number, got {values['temperature']}")
         values["deterministic"] = bool(values.get("deterministic", 0))
-        return Options(**values, logits=logits).checked(self.engine.identity.rows)
+        return RequestOptions(**values, logits=logits).checked(self.engine.identity.rows)
 
     def _size(self, request: Request) -> int:
         """Upper bound on the size of the body in bytes, known before it is read."""
@@ -323,7 +323,7 @@ class Service:
         identity = self.engine.identity
         return read_body(body, as_json).checked(identity.rows, self.limits.tokens, identity.limits["document"])
 
-    async def _computed(self, request: Request, job: Job) -> Answer:
+    async def _computed(self, request: Request, job: RowsRequest) -> RowTargets:
         """Return the worker's result; a job whose client disconnects before its forward pass is not computed."""
         try:
             future = self.worker.submit(job)
@@ -363,7 +363,7 @@ def _later(error: Full | TeacherUnavailableError) -> Refused:
     return Refused(503, str(error), **{"retry-after": str(math.ceil(getattr(error, "seconds", 30.0)))})
 
 
-def _lists(answer: Answer) -> dict[str, Any]:
+def _lists(answer: RowTargets) -> dict[str, Any]:
     """Convert tensors to lists; numbers that JSON lacks become null."""
 
     def plain(value: Any) -> Any:

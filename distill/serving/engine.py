@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.core.environment import environment
 from distill.data.packing import best_fit
 from distill.data.token_cache import tokenizer_hash
-from distill.models.head import HeadWeights, bare
+from distill.models.head import HeadWeights, unwrap_peft
 from distill.models.patch.packed import isolates_documents
 from distill.models.precision.host_copy import HostCopy, to_device
 from distill.objectives.row_packing import FP8, hidden_bytes, pack_hidden, pack_top_k, unpack_hidden
@@ -50,7 +50,7 @@ LOGITS_BYTES = 64 << 20  # maximum size of a response of /v1/logits
 FP8_TOKENS = 512  # tokens that the cost of fp8 is measured on
 
 
-class Options(NamedTuple):
+class RequestOptions(NamedTuple):
     """Options of a request.
 
     Attributes:
@@ -71,7 +71,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     logits: bool = False
 
-    def checked(self, rows: int) -> Options:
+    def checked(self, rows: int) -> RequestOptions:
         """Return validated options with the columns filled in.
 
         Args:
@@ -96,11 +96,11 @@ class Options(NamedTuple):
         return self._replace(columns=columns)
 
 
-class Job(NamedTuple):
+class RowsRequest(NamedTuple):
     """A validated request."""
 
     query: TargetRequest
-    options: Options
+    options: RequestOptions
 
     @property
     def alone(self) -> bool:
@@ -118,10 +118,10 @@ class Job(NamedTuple):
         return row * len(self.query.rows)
 
 
-Answer = dict[str, torch.Tensor]
+RowTargets = dict[str, torch.Tensor]
 
 
-class Engine:
+class ServingEngine:
     """One teacher, queried by one thread at a time.
 
     Args:
@@ -175,7 +175,7 @@ class Engine:
     def _identity(
         self, section: TeacherConfig, tokenizer: PreTrainedTokenizerBase, template: str | None, most_tokens: int
     ) -> Identity:
-        config = bare(self.model).config.get_text_config()  # type: ignore[operator,union-attr]
+        config = unwrap_peft(self.model).config.get_text_config()  # type: ignore[operator,union-attr]
         rows, width = self.weights.weight.shape
         longest = getattr(config, "max_position_embeddings", None)
         return Identity(
@@ -224,14 +224,14 @@ class Engine:
 
     # ------------------------------------------------------------------ answers
 
-    def answer(self, jobs: Sequence[Job]) -> list[Answer]:
+    def answer(self, jobs: Sequence[RowsRequest]) -> list[RowTargets]:
         """Return the outputs for each job; one job alone in its own rows, several packed together.
 
         On a GPU they are copied asynchronously (`HostCopy`) when this returns.
         """
         return [self._encoded(job, rows) for job, rows in zip(jobs, self.hidden(jobs), strict=True)]
 
-    def hidden(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+    def hidden(self, jobs: Sequence[RowsRequest]) -> list[torch.Tensor]:
         """Compute the hidden states [M, H] of each job's rows (or logits [M, V], if requested) in one forward."""
         return [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
 
@@ -241,7 +241,7 @@ class Engine:
             assert isinstance(hidden, torch.Tensor)
             return hidden
 
-    def _alone(self, job: Job) -> torch.Tensor:
+    def _alone(self, job: RowsRequest) -> torch.Tensor:
         batch = {"input_ids": _ids(job.query.ids, self.device)}
         if job.query.positions is not None:
             batch["position_ids"] = _ids(job.query.positions, self.device)
@@ -253,7 +253,7 @@ class Engine:
             logits = self.forward({**batch, "valid_rows": rows})
         return logits.flatten(0, 1).index_select(0, rows)
 
-    def _together(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+    def _together(self, jobs: Sequence[RowsRequest]) -> list[torch.Tensor]:
         """Compute hidden states [M, H] of each job, in one forward pass of all documents with requested rows."""
         pieces = [piece for number, job in enumerate(jobs) for piece in documents(job.query, number)]
         if not pieces:
@@ -291,7 +291,7 @@ class Engine:
         nothing = [np.zeros(0, np.int64)]
         return [hidden.index_select(0, _ids(np.concatenate(mine or nothing), self.device)) for mine in places]
 
-    def _encoded(self, job: Job, rows: torch.Tensor) -> Answer:
+    def _encoded(self, job: RowsRequest, rows: torch.Tensor) -> RowTargets:
         options = job.options
         if options.logits:
             return HostCopy({"logits": rows.float()})
@@ -315,7 +315,7 @@ def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def _files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        bare(model).config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        unwrap_peft(model).config.save_pretrained(folder)  # type: ignore[union-attr,operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()) if path.name in FILES}

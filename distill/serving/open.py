@@ -26,7 +26,7 @@ from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
 from distill.serving.connections import DEFAULT_TIMEOUTS, Server, Timeouts, listen
-from distill.serving.engine import Engine
+from distill.serving.engine import ServingEngine
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, token_of
@@ -76,7 +76,7 @@ def processes_of(recipe: Recipe, processes: int | None = None) -> int:
     return processes
 
 
-def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engine:
+def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> ServingEngine:
     """Load the recipe's teacher as a run does, patched with our kernels and quantised as configured.
 
     Where several processes call this, the teacher is sharded over them.
@@ -114,7 +114,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
     if not sharded:
-        return Engine(*given)
+        return ServingEngine(*given)
     return ShardedEngine(*given, budget=budget)
 
 
@@ -202,7 +202,7 @@ def running(
             thread.join(timeout=40)
 
 
-def describe(engine: Engine) -> list[str]:
+def describe(engine: ServingEngine) -> list[str]:
     identity = engine.identity
     number = getattr(torch, identity.dtype).itemsize
     return [

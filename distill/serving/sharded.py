@@ -28,21 +28,21 @@ from distill.core.errors import RunError, TeacherUnavailableError
 from distill.core.ranks import restart_store, world_size
 from distill.models.dtypes import resolve_device
 from distill.recipe import Recipe
-from distill.serving.engine import Answer, Engine, Job, Options
+from distill.serving.engine import RequestOptions, RowsRequest, RowTargets, ServingEngine
 from distill.serving.worker import Shares
 from distill.teachers.backends.served.protocol import TargetRequest
 
 # the other processes wait as long as no client sends a request; a process that is gone ends the wait
 IDLE = datetime.timedelta(days=365)
 NOBODY = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))  # for a process without requests
-Step = Sequence[Sequence[Job]]  # jobs of each process; fewer than there are processes where some have none
+Step = Sequence[Sequence[RowsRequest]]  # jobs of each process; fewer than there are processes where some have none
 
 
-class ShardedEngine(Engine):
+class ShardedEngine(ServingEngine):
     """One of the processes with shards of a teacher; all construct it alike; the first serves, the others follow.
 
     Args:
-        given: arguments of `Engine`.
+        given: arguments of `ServingEngine`.
         budget: tokens of a forward pass, of one process.
 
     Attributes:
@@ -66,8 +66,8 @@ class ShardedEngine(Engine):
 
     # ------------------------------------------------------------- the first one
 
-    def answer(self, jobs: Sequence[Job]) -> list[Answer]:
-        """Return the outputs for each job, as `Engine.answer` does; jobs passed together by `Worker` are one step.
+    def answer(self, jobs: Sequence[RowsRequest]) -> list[RowTargets]:
+        """Return the outputs of each job as `ServingEngine.answer` does; those passed together by `Worker` are one step.
 
         Raises:
             TeacherUnavailableError: an error here, or in another process, has left the others waiting.
@@ -91,7 +91,7 @@ class ShardedEngine(Engine):
             self._end()
             raise TeacherUnavailableError(self.error) from error
 
-    def _received(self, rank: int, share: Sequence[Job]) -> Sequence[torch.Tensor]:
+    def _received(self, rank: int, share: Sequence[RowsRequest]) -> Sequence[torch.Tensor]:
         sizes = [len(job.query.rows) for job in share]
         width = self.weights.weight.shape[0 if share[0].options.logits else 1]
         rows = self.weights.weight.new_empty(sum(sizes), width)
@@ -122,8 +122,8 @@ class ShardedEngine(Engine):
 
     # ------------------------------------------------------------- all of them
 
-    def _part(self, share: Sequence[Job], logits: bool = False) -> list[torch.Tensor]:
-        return self.hidden(share or [Job(NOBODY, Options(deterministic=True, logits=logits))])
+    def _part(self, share: Sequence[RowsRequest], logits: bool = False) -> list[torch.Tensor]:
+        return self.hidden(share or [RowsRequest(NOBODY, RequestOptions(deterministic=True, logits=logits))])
 
     # ------------------------------------------------------------- the others
 

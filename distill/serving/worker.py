@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from distill.models.precision.host_copy import HostCopy
-from distill.serving.engine import Answer, Job
+from distill.serving.engine import RowsRequest, RowTargets
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ LAUNCH_SECONDS = 0.03  # for a forward pass
 POLL_SECONDS = 0.0005  # between two checks of the current forward pass
 
 
-_Asked = tuple[Job, Future[Answer]]
+_Asked = tuple[RowsRequest, Future[RowTargets]]
 
 
 class Full(RuntimeError):
@@ -53,12 +53,12 @@ class Shares:
     """
 
     def __init__(self, most: int, budget: int) -> None:
-        self.jobs: list[list[Job]] = []
+        self.jobs: list[list[RowsRequest]] = []
         self._most = most
         self._budget = budget
         self._room: list[int] = []
 
-    def add(self, job: Job) -> bool:
+    def add(self, job: RowsRequest) -> bool:
         """Add a job to a forward pass; return False where none has room. All passes compute logits, or none."""
         size = job.query.ids.size
         place = len(self.jobs)
@@ -80,7 +80,7 @@ class _Forward(NamedTuple):
     """A launched forward pass: its jobs, outputs, tokens, time of launch, and the time to launch the next."""
 
     taken: Sequence[_Asked]
-    answers: Sequence[Answer]
+    answers: Sequence[RowTargets]
     tokens: int
     begun: float
     expected: float
@@ -103,7 +103,11 @@ class Worker:
     """
 
     def __init__(
-        self, answer: Callable[[Sequence[Job]], list[Answer]], budget: int, most_waiting: int, forwards: int = 1
+        self,
+        answer: Callable[[Sequence[RowsRequest]], list[RowTargets]],
+        budget: int,
+        most_waiting: int,
+        forwards: int = 1,
     ) -> None:
         self._answer = answer
         self._budget = budget
@@ -118,7 +122,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, daemon=True, name="teacher")
         self._thread.start()
 
-    def submit(self, job: Job) -> Future[Answer]:
+    def submit(self, job: RowsRequest) -> Future[RowTargets]:
         """Put a job into the queue.
 
         Raises:
@@ -131,7 +135,7 @@ class Worker:
             if self._jobs and self._tokens + size > self._most:
                 speed = self.served["tokens"] / max(self.served["seconds"], 1e-9) or 1.0
                 raise Full(min(max(self._tokens / speed / 2, 0.1), 60.0))
-            future: Future[Answer] = Future()
+            future: Future[RowTargets] = Future()
             self._jobs.append((job, future))
             self._tokens += size
             self._changed.notify()

@@ -30,9 +30,9 @@ from distill.data.collator import BatchColumns
 from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
 from distill.models.head import find_head
 from distill.models.meta_models import meta_config, meta_model
-from distill.models.shape import Shape, parameters_text
+from distill.models.shape import ModelSizes, parameters_text
 from distill.models.sharding import is_sharded
-from distill.objectives.measure import KL, Measure
+from distill.objectives.measure import KL, DivergenceUnit
 from distill.objectives.targets import Batch, TargetFormat, Targets, VocabularyAlignment
 from distill.teachers.identity import model_name, teacher_identity
 from distill.teachers.load_context import CutRequest, CutStudent, LoadContext
@@ -162,7 +162,9 @@ class Teacher:
         parts = self.parts()
         return parts[0].teacher.respond(prompts, settings) if len(parts) == 1 else None
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         """Check the teacher on the first held-out batch, and quantise it; return lines of a report.
 
         Args:
@@ -172,7 +174,7 @@ class Teacher:
         """
         lines: list[str] = []
         for teacher, own in self.parts_of(batch):
-            lines += teacher.validate_first_batch(own, student, pairing)
+            lines += teacher.validate_first_batch(own, student, alignment)
         return lines
 
     def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -390,7 +392,7 @@ class TeacherPlan:
         section = self.config_section() if self.recipe.data.is_synthetic else self.tokenizer_section()
         return Vocabulary(self.recipe, section)
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[ModelSizes]:
         """Return the sizes of the teachers, the first one first; also of those whose weights are not loaded."""
         if self.parts():
             return [shape for part in self.parts() for shape in part.plan.shapes()]
@@ -441,7 +443,7 @@ class TeacherPlan:
 
     # ------------------------------------------------------------ outputs and data
 
-    def measure(self) -> Measure:
+    def measure(self) -> DivergenceUnit:
         """Return name, unit and key of the divergence to the teacher."""
         inner = self.inner_of_one()
         return KL if inner is None else inner.measure()

@@ -18,10 +18,10 @@ from torch import nn
 from distill.core.environment import device_name
 from distill.core.ranks import broadcast_from_rank0
 from distill.data.token_cache import cache_key, cached_folder
-from distill.models.layers import layer_indices, layers_of
+from distill.models.layers import layer_count, layer_indices
 from distill.models.load.fingerprint import fingerprint
 from distill.models.loading import load_student
-from distill.models.prune.importance import Row, select_parts
+from distill.models.prune.importance import CalibrationRow, select_parts
 from distill.models.prune.narrow import Selection
 from distill.teachers.load_context import Calibration, CutRequest, CutStudent
 
@@ -54,7 +54,7 @@ def cut_from(teacher: PreTrainedModel, request: CutRequest) -> CutStudent:
     assert cut is not None
     if not cut.is_calibrated:
         student = load_student(section, teacher=teacher, device=request.device, dtype=request.dtype)
-        return CutStudent(student, layer_indices(cut, layers_of(teacher.config)))
+        return CutStudent(student, layer_indices(cut, layer_count(teacher.config)))
     calibration = request.calibration
 
     def choose() -> Selection:
@@ -90,7 +90,7 @@ def stored_text(inputs: Sequence[object], compute: Callable[[], str], cache: boo
     return made[0] if made else (folder / FILE).read_text()
 
 
-def _inputs(teacher: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> list[object]:
+def _inputs(teacher: nn.Module, cut: FromTeacher, rows: Sequence[CalibrationRow]) -> list[object]:
     """Return everything that a choice depends on, in plain JSON types."""
     digest = hashlib.sha256()
     for row in rows:

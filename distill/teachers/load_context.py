@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from distill.data.load import Splits
-    from distill.models.prune.importance import Row
+    from distill.models.prune.importance import CalibrationRow
     from distill.recipe import Recipe, Student
 
 
@@ -28,7 +28,7 @@ class Calibration(NamedTuple):
         shares: True if several processes cut the student, so that the first one chooses for all.
     """
 
-    rows: Sequence[Row] = ()
+    rows: Sequence[CalibrationRow] = ()
     cache: bool = False
     shares: bool = True
 

@@ -25,13 +25,13 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
-from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
+from distill.models.head import HeadWeights, call_head, decoder_of, find_head, probe_logits, unwrap_peft
 from distill.models.output_rows import output_rows
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
 from distill.objectives.layer_matching import LayerMatching, layer_matching
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
-from distill.objectives.measure import Measure
+from distill.objectives.measure import DivergenceUnit
 from distill.objectives.targets import (
     Batch,
     HeadForward,
@@ -154,9 +154,11 @@ class DistillationObjective:
             correct_forward(model, field=f"{role}'s attention")
         self.teacher = as_teacher(teacher)
         rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
-        self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
+        self.alignment: VocabularyAlignment = self.teacher.format.pair(
+            probe_logits(student, "student"), rows, vocab_size
+        )
         loss = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
-        self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
+        self.loss: TargetLoss = self.teacher.format.loss(loss, self.alignment)
         self.layers: LayerMatching | None = None
         if isinstance(loss, Loss) and loss.reads_layers:
             self.layers = layer_matching(self.teacher.models, student, loss)
@@ -171,7 +173,7 @@ class DistillationObjective:
         if reason is not None:
             raise ValueError(reason)
         self.detach()
-        self._student = bare(student)
+        self._student = unwrap_peft(student)
         swap_module(student, self._forward, self._student)
 
     @property
@@ -266,11 +268,11 @@ class DistillationObjective:
     ) -> LossResult:
         """Return the loss inside the student head's own call; arguments as of `HeadForward`."""
         call = HeadForward(hidden, head, inputs, labels, valid_rows)
-        return self.teacher.format.apply(self.loss, self.pairing, call)
+        return self.teacher.format.apply(self.loss, self.alignment, call)
 
     def held_out_loss(self) -> TargetLoss:
         """Return the loss of evaluations: forward KL with its statistics, and the reverse KL."""
-        return self.teacher.format.held_out(self.pairing)
+        return self.teacher.format.held_out(self.alignment)
 
     @property
     def needs_targets(self) -> bool:
@@ -282,7 +284,7 @@ class DistillationObjective:
         return self.loss.terms
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> DivergenceUnit:
         """Name, unit and key of the reported divergences."""
         return self.teacher.format.properties.measure
 
@@ -294,7 +296,7 @@ class DistillationObjective:
     @property
     def columns(self) -> int:
         """Columns of the vocabulary that the loss is over."""
-        return self.pairing.columns
+        return self.alignment.columns
 
     @property
     def divergence(self) -> tuple[str | None, float]:
@@ -360,7 +362,7 @@ class DistillationObjective:
                 if valid_rows is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
                     call = HeadForward(hidden, head, step_inputs, shifted, valid_rows)
-                    shares = self.teacher.format.overlap(self.pairing, call, sample)
+                    shares = self.teacher.format.overlap(self.alignment, call, sample)
                 total = gap.abs().masked_fill(~known, 0.0).sum()
                 nothing = gap.new_zeros(0)
                 each = [shares.get(route, nothing) for route in self.routes or ("",)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
 from distill.models.patch.packed import packing_problem
@@ -42,7 +42,7 @@ class ModelPair(NamedTuple):
     student: Any
     vocabulary: Vocabulary
     vocab_size: int | None
-    verdict: str
+    vocabulary_note: str
     layer_indices: list[int] | None
 
     @property
@@ -95,7 +95,7 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         student = student if section.cut is None else cut_from(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
-        too_long = length_problem(recipe, bare(model).config, field)
+        too_long = length_problem(recipe, unwrap_peft(model).config, field)
         if too_long:
             raise ValueError(too_long)
         check_packing(recipe, model, field)
@@ -161,7 +161,9 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
     # there our attention will take the place of the model's own
     on_gpu = runs_our_kernels(find_head(model).linear.weight.device)  # type: ignore[arg-type]
     if not (on_gpu and attention == "auto" and isolates_documents_with_kernels(model, recipe.data.max_length)):
-        raise ValueError(f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) {problem}")
+        raise ValueError(
+            f"data.packing: expected false, since the {field} ({type(unwrap_peft(model)).__name__}) {problem}"
+        )
 
 
 def isolates_documents_with_kernels(model: Any, longest: int | None = None) -> bool:
@@ -169,11 +171,11 @@ def isolates_documents_with_kernels(model: Any, longest: int | None = None) -> b
 
     Some models do not pass document boundaries to their own attention, but do to ours (AFMoE, OPT).
     """
-    if not getattr(bare(model), "_supports_attention_backend", False):
+    if not getattr(unwrap_peft(model), "_supports_attention_backend", False):
         return False
     decoder = decoder_of(model)
-    use_fused_attention(bare(model), decoder)
+    use_fused_attention(unwrap_peft(model), decoder)
     try:
         return packing_problem(model, longest=longest) is None
     finally:
-        stop_fused_attention(bare(model), decoder)
+        stop_fused_attention(unwrap_peft(model), decoder)

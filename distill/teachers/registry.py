@@ -13,7 +13,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from distill.objectives.measure import Measure
+from distill.objectives.measure import DivergenceUnit
 from distill.recipe import PluginTeacherConfig, Recipe, ServedTeacherConfig, StoredTeacherConfig, TeacherConfig
 from distill.recipe.teachers import describe_teacher, teacher_prompt
 from distill.teachers.backends.local import LocalPlan
@@ -102,6 +102,6 @@ def registered_backend(name: str, field: str) -> PlanMaker:
     return maker
 
 
-def measure_of(recipe: Recipe, stored: Mapping[str, Any] | None = None) -> Measure:
+def measure_of(recipe: Recipe, stored: Mapping[str, Any] | None = None) -> DivergenceUnit:
     """Return the measure of a run from its result.json or before.json, else from its recipe."""
-    return Measure(**stored) if stored else source_of(recipe).measure()
+    return DivergenceUnit(**stored) if stored else source_of(recipe).measure()

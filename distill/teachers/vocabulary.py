@@ -28,7 +28,7 @@ class Match(NamedTuple):
     """
 
     columns: int | None
-    verdict: str
+    vocabulary_note: str
 
 
 class Vocabulary:

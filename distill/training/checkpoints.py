@@ -40,7 +40,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.errors import RunError, disk_code, first_line
 from distill.core.manifest import MANIFEST, first_damaged_file, read_manifest
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.load.read_weights import read_weights
 
 CHECKPOINT = "checkpoint-"
@@ -304,7 +304,7 @@ def load_weights(student: nn.Module, checkpoint: Path) -> None:
     if hasattr(student, "peft_config"):
         _load_adapter(student, checkpoint)
         return
-    model: Any = bare(student)
+    model: Any = unwrap_peft(student)
     dtypes = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # float32 holds every other dtype without rounding
     try:

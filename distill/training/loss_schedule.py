@@ -40,7 +40,7 @@ class LossSchedule(StepListener):
                 "are prefetched; got steps without one"
             )
         for step in {0, *(step for line in section.schedule for step in line.steps)}:
-            teacher.format.loss(section.at(step), objective.pairing)
+            teacher.format.loss(section.at(step), objective.alignment)
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
@@ -48,7 +48,7 @@ class LossSchedule(StepListener):
         if loss == self.now:
             return
         self.now = loss
-        self.objective.use(self.objective.teacher.format.loss(loss, self.objective.pairing))
+        self.objective.use(self.objective.teacher.format.loss(loss, self.objective.alignment))
         self.values = {line.setting: line.at(step) for line in self.section.schedule}
 
     def metrics(self) -> dict[str, float]:

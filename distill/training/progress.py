@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerState
 from distill.core.console import ignore_lost_terminal, share_bar, wrap_line
 from distill.core.files import write_text
 from distill.core.manifest import entry_mismatch, remove_from_manifest
-from distill.objectives.measure import KL, Measure
+from distill.objectives.measure import KL, DivergenceUnit
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 
@@ -121,7 +121,7 @@ class ProgressReport(StepListener):
         measure: Name and unit of the divergence.
     """
 
-    def __init__(self, console: Console | None = None, measure: Measure = KL) -> None:
+    def __init__(self, console: Console | None = None, measure: DivergenceUnit = KL) -> None:
         self.console = console or Console()
         self.measure = measure
         self._bar: Progress | None = None
@@ -200,7 +200,7 @@ class ProgressReport(StepListener):
         return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
-def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
+def figures_line(logs: dict[str, Any], measure: DivergenceUnit = KL) -> str:
     parts = [f"loss {logs['loss']:.4f}"]
     parts += [f"{measure.display_name(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:

@@ -12,7 +12,7 @@ from torch import nn
 
 from distill.core import console
 from distill.models.dtypes import quantised_weights
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.precision.gptq import calibration_batches, round_weights
 from distill.models.precision.quantised_formats import Formats, formats_of
 from distill.models.precision.quantised_student import QuantisedWeights, quantise_student
@@ -72,7 +72,7 @@ def _adapters(student: nn.Module, found: Formats) -> Mapping[str, Adapter] | Non
         return None
     from distill.models.precision.quantised_adapters import use_merged
 
-    return use_merged(bare(student), set(found.by_name))
+    return use_merged(unwrap_peft(student), set(found.by_name))
 
 
 def quantise_for_training(

@@ -25,7 +25,7 @@ from distill.core.finished_run import finished_result
 from distill.core.folders import RECIPE_FILE, root_of
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.run_lock import RunLock
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.recipe import Recipe, dump, load
 from distill.recipe.resume_policy import FREE, STEP, is_free, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
@@ -76,7 +76,7 @@ class ResumePlan(NamedTuple):
         if sizes is None:
             return []
         _require_same_epochs(sizes, arguments, rows)
-        dropout = getattr(bare(student).config, "attention_dropout", 0) or 0
+        dropout = getattr(unwrap_peft(student).config, "attention_dropout", 0) or 0
         if dropout > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in student.modules()):
             return ["dropout uses other random numbers than with the previous micro-batch size"]
         return []

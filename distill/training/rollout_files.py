@@ -19,7 +19,7 @@ from distill.core.files import atomic_path
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import add_to_manifest
 from distill.core.ranks import is_main_process
-from distill.generation.documents import Document, documents_of
+from distill.generation.documents import RolloutDocument, documents_of
 from distill.objectives.losses import STATISTICS
 from distill.objectives.targets import Batch, LossResult
 from distill.training.listeners import StepListener
@@ -94,7 +94,7 @@ class StoredRollouts(StepListener):
             )
         assert begin == len(drawn)
 
-    def _read(self, document: Document) -> dict[str, object]:
+    def _read(self, document: RolloutDocument) -> dict[str, object]:
         """Return a rollout's prompt, which ends before the first token that the student sampled, and its answer."""
         begin = document.rollout_start
         prompt = document.ids[:begin]

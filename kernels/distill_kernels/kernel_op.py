@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distill_kernels.launch import runs_on_triton
-from distill_kernels.launch_plans import LaunchPlan, PlannedFunction, outside_of_plans, picker, recorder_here
+from distill_kernels.launch_plans import LaunchPlan, PlannedFunction, getter, outside_of_plans, recorder_here
 from distill_kernels.operands import PLAIN, check_tensor, differentiable_once, refuse_double_backward
 from distill_kernels.torch_internals import internal
 
@@ -105,7 +105,7 @@ class KernelOp:
         return outputs[0] if self.results == 1 else outputs[: self.results]
 
 
-class _Gradient:
+class RecordedBackward:
     """The backward of an op's calls with inputs of one description; stands for autograd's context in it.
 
     Args:
@@ -130,7 +130,7 @@ class _Gradient:
                 raise TypeError(f"setup_context: expected tensors in save_for_backward, got one as ctx.{attribute}")
         every = [*[args[place] for place in self._places], *_as_tuple(outputs)]
         at = {id(tensor): place for place, tensor in reversed(list(enumerate(every)))}
-        self.pick_saved = picker([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])
+        self.pick_saved = getter([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])
         self._kept = [tensor is not None for tensor in self.saved_tensors]
         self.saved_tensors = ()
         self.latest: LaunchPlan | None = None  # one with a replay, whose upstream gradients hold no None
@@ -173,7 +173,7 @@ def _eager_function(name: str, op: KernelOp) -> type[torch.autograd.Function]:
         every = outputs if isinstance(outputs, tuple) else (outputs,)
         gradient = plan.gradient
         if gradient is None:
-            gradient = plan.gradient = _Gradient(op, args, outputs, ctx.needs_input_grad[1:])
+            gradient = plan.gradient = RecordedBackward(op, args, outputs, ctx.needs_input_grad[1:])
         ctx.save_for_backward(*gradient.pick_saved(tensors + every))
         ctx.materialize_grads = gradient.materialize_grads
         ctx.gradient = gradient

@@ -164,7 +164,7 @@ class PlannedFunction:
         if self._count >= MAX_CACHED_LAUNCHES:  # shapes that are new with every batch
             self.forget()
         if kinds not in self._forms:
-            self._forms[kinds] = (picker(places), picker(others), {})
+            self._forms[kinds] = (getter(places), getter(others), {})
         tensors_of, values_of, known = self._forms[kinds]
         tensors = tensors_of(args)
         plan = LaunchPlan(tensors)
@@ -204,7 +204,7 @@ class PlannedFunction:
         return outputs
 
 
-def picker(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Return a function that takes the arguments at `places`, as a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import reference_mask
 from distill_kernels.attention.reference import reference_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -62,7 +62,7 @@ def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(~mask, float("-inf")), -1) @ v
 
 
-def _eager_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> torch.Tensor:
+def _eager_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: ScoreSettings) -> torch.Tensor:
     """Compute attention with sinks as transformers does: one more column, dropped after the softmax."""
     assert masking.sinks is not None
     group = q.shape[1] // k.shape[1]
@@ -80,7 +80,7 @@ def _packed(positions: int, documents: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int32), inner]).cuda()
 
 
-def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], masking: Masking) -> dict:
+def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], masking: ScoreSettings) -> dict:
     """Relative errors of out, dq, dk, dv of the last batch entry's last key head against fp64."""
     q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
@@ -104,14 +104,14 @@ def _measure(
     shape: tuple[int, ...],
     candidates: dict[str, Callable[..., torch.Tensor]],
     work: float,
-    masking: Masking | None = None,
+    masking: ScoreSettings | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Row]:
     tensors = draw(shape, dtype)
     q, k, v, dout = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     forward, both, errors = {}, {}, {}
-    checkable, masking = shape[3] <= 4096, masking or Masking(True, q.shape[-1] ** -0.5)
+    checkable, masking = shape[3] <= 4096, masking or ScoreSettings(True, q.shape[-1] ** -0.5)
     for label, function in candidates.items():
         errors[label] = _errors(function, tensors, masking) if checkable else {}
         if not all(error < 1e-2 for error in errors[label].values()):
@@ -158,12 +158,12 @@ def run(quick: bool, only: str) -> Iterator[Row]:
             "torch varlen": lambda q, k, v, cu=cu, longest=longest: varlen(q, k, v, cu, longest).transpose(1, 2),
         }
         name = f"packed T={shape[3]}, {documents} documents D={size}"
-        yield from _measure("attention", name, shape, packed, work, Masking(True, size**-0.5, None, None, cu, cu))
+        yield from _measure("attention", name, shape, packed, work, ScoreSettings(True, size**-0.5, None, None, cu, cu))
     for window in (None, 128) if only in "sinks" else ():
         shape = (1, 64, 8, 4096, 64)  # gpt-oss
         sinks = torch.randn(shape[1], device="cuda", generator=torch.Generator("cuda").manual_seed(2))
         seen = shape[3] / 2 if window is None else window
-        masking = Masking(True, shape[4] ** -0.5, window, sinks=sinks)
+        masking = ScoreSettings(True, shape[4] ** -0.5, window, sinks=sinks)
         with_and_without: dict[str, Callable[..., torch.Tensor]] = {
             "ours": lambda q, k, v, window=window, sinks=sinks: flash_attention(q, k, v, window=window, sinks=sinks),
             "eager": lambda q, k, v, masking=masking: _eager_with_sinks(q, k, v, masking),

@@ -29,7 +29,7 @@ MODELS = ("llama-3.1-8b", "granite-3.3-8b")
 BATCH, PROMPT, NEW = 2, 512, (64, 256)
 EAGER = "generate, eager"
 UNTUNED = "Triton only, one tile for all products"
-ONE_TILE = split_k.Config(64, 128, 1, 4, 4)
+ONE_TILE = split_k.SplitKConfig(64, 128, 1, 4, 4)
 
 
 def on_triton_only(model: Any) -> Any:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.primitives.decode import decode_attention, reference_decode_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -55,7 +55,7 @@ def _measure(shape: tuple[int, ...], dtype: torch.dtype, naive: bool, peak: floa
     }
     if naive:
         functions["naive"] = _naive
-    exact = reference_decode_attention(q.double(), *caches[0].double(), lengths, Masking(True, size**-0.5))
+    exact = reference_decode_attention(q.double(), *caches[0].double(), lengths, ScoreSettings(True, size**-0.5))
     name = "B={} H={}/{} T={} D={}".format(*shape)
     runs, errors = {}, {}
     for label, function in functions.items():

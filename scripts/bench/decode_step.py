@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.decoding.attention import AttentionConfig
-from distill_kernels.decoding.fused_linear import Tile
-from distill_kernels.decoding.plan import Plan
+from distill_kernels.decoding.fused_linear import DecodeTile
+from distill_kernels.decoding.plan import DecodePlan
 from distill_kernels.launch import DeviceFacts
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
@@ -144,10 +144,10 @@ MORE_ROWS: dict[str, list[Any]] = {
 }
 
 
-def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
+def other_plans(plan: DecodePlan, rows: int) -> Iterator[tuple[str, DecodePlan]]:
     """Plans that differ from `plan` in one kind of kernel, and that kind."""
     for kind, tiles in (FEW_ROWS if rows <= 32 else MANY_ROWS if rows <= 64 else MORE_ROWS).items():
-        made = AttentionConfig if kind == "attention" else Tile
+        made = AttentionConfig if kind == "attention" else DecodeTile
         for tile in tiles:
             yield kind, plan._replace(**{kind: made(*tile)})  # type: ignore[arg-type]
 
@@ -168,7 +168,7 @@ def _begin(slots: SequenceSlots, vocab: int) -> None:
 
 
 def fused_step(
-    model: Any, shape: Shape, plan: Plan | None = None, dtype: torch.dtype = torch.bfloat16
+    model: Any, shape: Shape, plan: DecodePlan | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[FusedStep, SequenceSlots]:
     """A step by our kernels, of `plan` or as it is chosen, and its buffers."""
     slots, ends = slots_of(model, shape), torch.tensor([2], device=model.device)
@@ -245,7 +245,7 @@ def compile_all(shapes: list[Shape], workers: int = 5) -> None:
         process.join()
 
 
-def best_plan(model: Any, shape: Shape) -> Plan:
+def best_plan(model: Any, shape: Shape) -> DecodePlan:
     """The fastest of the tiles above, a kind of kernel after the other."""
     step, slots = fused_step(model, shape)
     plan, best = step.decoder.plan, _milliseconds(step, slots)

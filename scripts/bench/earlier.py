@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.reference import reference_attention
 from distill_kernels.primitives.decode import decode_attention, reference_decode_attention
 from torch.nn.attention.flex_attention import flex_attention
@@ -78,7 +78,7 @@ def _attention(shape: Shape, backward: bool) -> Comparison:
     q, k, v, dout = attention.draw(shape, torch.float16)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact, _ = reference_attention(wide[0], wide[1], wide[2], Masking(False, size**-0.5))
+    exact, _ = reference_attention(wide[0], wide[1], wide[2], ScoreSettings(False, size**-0.5))
     exact_gradients = torch.autograd.grad(exact, wide, dout.double())
     functions = {OURS: lambda q, k, v: flash_attention(q, k, v, causal=False), "naive": decode._naive}
     if q.is_cuda:
@@ -167,7 +167,7 @@ def _decode(shape: Shape) -> Comparison:
     caches = torch.randn(sets, 2, batch, slots, kv_heads, size, device="cuda", dtype=torch.float16).transpose(3, 4)
     lengths = torch.full((batch,), slots, device="cuda", dtype=torch.int32)
     exact = reference_decode_attention(
-        q.double(), caches[0, 0].double(), caches[0, 1].double(), lengths, Masking(True, size**-0.5)
+        q.double(), caches[0, 0].double(), caches[0, 1].double(), lengths, ScoreSettings(True, size**-0.5)
     )
     functions = {OURS: lambda q, k, v: decode_attention(q, k, v, lengths), "naive": decode._naive}
     forms = {}

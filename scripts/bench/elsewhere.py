@@ -59,7 +59,7 @@ LARGE_WAYS = {
 def serve(port: int, overrides: Sequence[str]) -> None:
     """The server's process: says what its forward takes and that it is there; told so, what clients get."""
     from distill.recipe import load
-    from distill.serving.app import Limits, make_app
+    from distill.serving.app import RequestLimits, make_app
     from distill.serving.open import open_engine, running
     from scripts.bench import served
 
@@ -70,11 +70,11 @@ def serve(port: int, overrides: Sequence[str]) -> None:
         print(json.dumps(values), flush=True)
 
     say(forward=served.seconds_of_forward(engine, rows, length))
-    with running(make_app(engine, None, Limits()), port):
+    with running(make_app(engine, None, RequestLimits()), port):
         sys.stdin.readline()
     served.CLIENTS = (1, 4, 16)
     shape = f"8B, rows of {length} tokens, {engine.identity.dtype}"
-    for row in served.compare(engine, length=length, requests=32, limits=Limits(), shape=shape):
+    for row in served.compare(engine, length=length, requests=32, limits=RequestLimits(), shape=shape):
         say(row=dataclasses.asdict(row))
 
 

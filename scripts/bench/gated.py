@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from distill_kernels.layers.glu import swiglu
 from distill_kernels.matmul import gated
-from distill_kernels.primitives.tiled import Tile
+from distill_kernels.primitives.tiled import GemmTile
 from torch.nn import functional as F
 
 from distill.commands.bench import total_joules
@@ -29,13 +29,17 @@ SHAPES = [
     (1024, 2048, 8192),
     (8192, 3584, 18944),
 ]
-TILES = [*(Tile(128, 256, 8, 4, group) for group in (16, 8, 32, 0)), Tile(128, 256, 8, 3, 16), Tile(256, 128, 8, 4, 8)]
+TILES = [
+    *(GemmTile(128, 256, 8, 4, group) for group in (16, 8, 32, 0)),
+    GemmTile(128, 256, 8, 3, 16),
+    GemmTile(256, 128, 8, 4, 8),
+]
 SECONDS, SETTLE = 0.5, 0.25
 Outputs = tuple[torch.Tensor, ...]
 
 
 def candidates(
-    rows: int, inputs: int, outputs: int, tiles: list[Tile], device: str = "cuda"
+    rows: int, inputs: int, outputs: int, tiles: list[GemmTile], device: str = "cuda"
 ) -> dict[str, Callable[[], Outputs]]:
     """Return the candidates by name, on random inputs scaled as after a norm and weights scaled as in a layer."""
     x = torch.randn(rows, inputs, device=device).bfloat16()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
 from distill_kernels.losses.linear import reference_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, RequiredGrads
+from distill_kernels.losses.operands import Head, RequiredGrads, RowBatch
 
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.loss_rivals import rivals
@@ -155,7 +155,7 @@ def exact_gradients_from(
     outcome = reference_linear_divergence(
         Head(inputs.x.detach().double(), inputs.w.detach().double()),
         teacher,
-        Batch(labels, scale, None, top_k, policy=policy),
+        RowBatch(labels, scale, None, top_k, policy=policy),
         objective,
         RequiredGrads(True, True),
         vocab=vocab,

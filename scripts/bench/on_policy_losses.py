@@ -91,8 +91,8 @@ def student_top_k(quick: bool) -> list[Row]:
     for k in (64,) if quick else (8, 64, 256):
         for tail in ("bucket", "renormalize"):
             section = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "k": k, "tail": tail}]})
-            pairing = VocabularyAlignment(LogitTransform(), MAIN.vocab, None)
-            module = StudentTopKLoss(section.terms[0], section, pairing, LogitTransform())  # type: ignore[arg-type]
+            alignment = VocabularyAlignment(LogitTransform(), MAIN.vocab, None)
+            module = StudentTopKLoss(section.terms[0], section, alignment, LogitTransform())  # type: ignore[arg-type]
 
             def loss(i: Inputs, module: StudentTopKLoss = module) -> torch.Tensor:
                 head, teacher = (HeadWeights(weight, None, None) for weight in (i.w, i.w_teacher))

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from distill.recipe import parse
-from distill.serving.app import Limits, make_app
-from distill.serving.engine import Engine
+from distill.serving.app import RequestLimits, make_app
+from distill.serving.engine import ServingEngine
 from distill.serving.open import open_engine, running
 from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.protocol import TargetRequest, hidden_of, tensors_of
@@ -76,7 +76,7 @@ def ask(url: str, bodies: Sequence[bytes], clients: int, requests: int) -> Load:
     return load
 
 
-def seconds_of_forward(engine: Engine, rows: int, length: int) -> float:
+def seconds_of_forward(engine: ServingEngine, rows: int, length: int) -> float:
     """Median of five of the teacher's own forwards over random tokens, to hidden states on its device."""
     batch = {"input_ids": torch.randint(0, engine.identity.rows, (rows, length), device=engine.device)}
     if engine.packs:  # as it is asked
@@ -91,7 +91,7 @@ def seconds_of_forward(engine: Engine, rows: int, length: int) -> float:
     return statistics.median(found[1:])
 
 
-def require_right(url: str, engine: Engine, question: TargetRequest) -> None:
+def require_right(url: str, engine: ServingEngine, question: TargetRequest) -> None:
     """The correctness gate: an answer is the engine's own hidden states, bit for bit."""
     servers = Servers(ServerConfig((url,), None, 600.0))
     answer = tensors_of(servers.fetch("POST", "/v1/targets?deterministic=1", question.body()))
@@ -102,7 +102,7 @@ def require_right(url: str, engine: Engine, question: TargetRequest) -> None:
         raise ValueError("served hidden states are not those of the teacher's own forward")
 
 
-def compare(engine: Engine, *, length: int, requests: int, limits: Limits, shape: str) -> Iterator[Row]:
+def compare(engine: ServingEngine, *, length: int, requests: int, limits: RequestLimits, shape: str) -> Iterator[Row]:
     """Rows of the table: the forward, then each number of clients."""
     generator = np.random.default_rng(0)
     learned = np.arange(length - 1, dtype=np.int32)
@@ -134,7 +134,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     )
     engine = open_engine(parse(RECIPE % (config, config, length), [f"teacher.dtype={dtype}"], name="served"), 65_536)
     held = engine.identity.dtype
-    limits = Limits() if engine.device.type == "cuda" else Limits(budget=1024)
+    limits = RequestLimits() if engine.device.type == "cuda" else RequestLimits(budget=1024)
     yield from compare(
         engine,
         length=length,

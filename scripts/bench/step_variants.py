@@ -37,7 +37,7 @@ from distill.commands.bench import (
     rival,
 )
 from distill.core.labels import shift_labels
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.output_rows import MARK
 
@@ -61,7 +61,7 @@ def apply_liger(model: Any) -> None:
     """Apply Liger Kernel's patches to a model, except to its cross-entropy."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model=bare(model), fused_linear_cross_entropy=False, cross_entropy=False)
+    _apply_liger_kernel_to_instance(model=unwrap_peft(model), fused_linear_cross_entropy=False, cross_entropy=False)
 
 
 def liger_loss(

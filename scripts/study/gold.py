@@ -29,12 +29,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.data.collator import Collator
-from distill.generation.documents import Document, as_row
+from distill.generation.documents import RolloutDocument, as_row
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.rows.retokenised.answers import TeacherReader
-from distill.teachers.rows.retokenised.encode import Reader
+from distill.teachers.rows.retokenised.encode import TokenisedReader
 from distill.teachers.rows.retokenised.teacher import CrossTeacher
 from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
@@ -50,7 +50,7 @@ class Model(NamedTuple):
 
     tokenizer: Any
     model: Any
-    reader: Reader
+    reader: TokenisedReader
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -65,14 +65,14 @@ class Case(NamedTuple):
     prompts: Sequence[str]
     answers: Sequence[Sequence[int]]
 
-    def documents(self) -> list[Document]:
+    def documents(self) -> list[RolloutDocument]:
         """Return the documents of both tokenizers that training makes of the answers."""
         read, made = TeacherReader(self.student.reader, self.teacher.reader), []
         for row, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True)):
             own, other = self.student.ids(prompt), self.teacher.ids(prompt)
             ids, others = [*own, self.student.reader.end], [*other, self.teacher.reader.end]
             span = (len(own), len(own) + 1, len(other), len(other) + 1)
-            asked = Document(ids, ids, row, others, spans=[span], starts=(len(own), len(other)))
+            asked = RolloutDocument(ids, ids, row, others, spans=[span], starts=(len(own), len(other)))
             made.append(asked.with_retokenized_response(read, answer, 512))
         return made
 
@@ -124,7 +124,7 @@ def make_model(text: str, vocab_size: int, hidden: int, seed: int) -> Model:
         initializer_range=0.1,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return Model(tokenizer, model, Reader(tokenizer, None, "student.model"))
+    return Model(tokenizer, model, TokenisedReader(tokenizer, None, "student.model"))
 
 
 def make_cases(vocab_size: int = 1500, new: int = 48) -> dict[str, Case]:
@@ -263,7 +263,7 @@ class Gold:
         return [*prompt, *answer], [-100] * len(prompt) + answer, [(0, 0)] * len(prompt) + places, text
 
 
-def mass_of(case: Case, document: Document, matched: dict[int, int]) -> torch.Tensor:
+def mass_of(case: Case, document: RolloutDocument, matched: dict[int, int]) -> torch.Tensor:
     """Return the sum over a document's spans of the teacher's less the student's mass on matched tokens."""
     student = case.student.model(torch.tensor([document.ids])).logits[0].softmax(-1)
     with torch.no_grad():

@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     import transformers
 
     from distill.core.environment import device_name
-    from distill.models.head import bare
+    from distill.models.head import unwrap_peft
     from distill.models.layers import layers_to_keep
     from distill.models.loading import load_student, load_teacher
     from distill.models.prune.importance import select_parts
@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     held_out = [dict(splits.validation[n]) for n in range(min(arguments.held_out, len(splits.validation)))]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     teacher = load_teacher(section, device=arguments.device, dtype=dtype)
-    outputs, full = TeacherOutputs(teacher, held_out), widths_of(bare(teacher).config)  # type: ignore[arg-type]
+    outputs, full = TeacherOutputs(teacher, held_out), widths_of(unwrap_peft(teacher).config)  # type: ignore[arg-type]
     total = teacher.config.get_text_config().num_hidden_layers
     found: list[dict[str, Any]] = []
 

@@ -21,8 +21,8 @@ from distill.core import console
 from distill.data.chat import template_of
 from distill.data.collator import Collator
 from distill.evaluation.evaluate_documents import evaluate_documents
-from distill.generation.decode_loop import Engine
-from distill.generation.documents import Document, as_row, documents_of
+from distill.generation.decode_loop import DecodeEngine
+from distill.generation.documents import RolloutDocument, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
 from distill.models.head import find_head, probe_logits
@@ -32,7 +32,7 @@ from distill.recipe import Recipe
 from distill.teachers.backends.local import LoadedTeacher, LocalPlan
 from distill.teachers.backends.stored.contents import head_of
 from distill.teachers.backends.stored.plan import StoredPlan
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.load_context import LoadContext
@@ -79,7 +79,7 @@ class TeacherBench(Bench):
                 probe_logits(student, "student"),
                 is_ready=True,
             )
-            settings = Settings(K, tail=setup.tail).checked()
+            settings = CacheOptions(K, tail=setup.tail).checked()
             make_cache(
                 loaded,
                 folder,
@@ -105,12 +105,12 @@ class TeacherBench(Bench):
             self._right[setup.data] = right(self.teacher, self, self.documents(setup), recipe)
         return self._right[setup.data]
 
-    def documents(self, setup: TeacherSetup) -> list[Document]:
+    def documents(self, setup: TeacherSetup) -> list[RolloutDocument]:
         """The held-out documents."""
         rows = self.splits(setup).validation
         return documents_of(Collator(0)([rows[number] for number in range(len(rows))]))
 
-    def engine(self, model: Any, recipe: Recipe) -> Engine:
+    def engine(self, model: Any, recipe: Recipe) -> DecodeEngine:
         """Return the generation engine for `model`."""
         template = template_of(recipe.data, self.tokenizer)
         settings = settings_for(
@@ -146,11 +146,13 @@ def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
 class Answers(NamedTuple):
     """A model's responses to held-out prompts: documents with them, and the share cut off."""
 
-    documents: list[Document]
+    documents: list[RolloutDocument]
     truncated: float
 
 
-def answer(model: Any, bench: TeacherBench, documents: Sequence[Document], recipe: Recipe, *, drawn: bool) -> Answers:
+def answer(
+    model: Any, bench: TeacherBench, documents: Sequence[RolloutDocument], recipe: Recipe, *, drawn: bool
+) -> Answers:
     """Answers to the documents' prompts, drawn at T = 1 or the likeliest ones; the same prompt draws by one seed."""
     prompts = [document.prompt for document in documents]
     made = bench.engine(model, recipe).generate(
@@ -186,7 +188,7 @@ def on_policy_metrics(student: Any, bench: TeacherBench, setup: TeacherSetup, re
     }
 
 
-def right(model: Any, bench: TeacherBench, documents: Sequence[Document], recipe: Recipe) -> list[int]:
+def right(model: Any, bench: TeacherBench, documents: Sequence[RolloutDocument], recipe: Recipe) -> list[int]:
     """Return the number of problems that the greedy response solves, and the number of problems."""
     said = answer(model, bench, documents, recipe, drawn=False).documents
     pairs = [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.quantised_checkpoints import is_quantised, plain_tensors, quantised_by_transformers
 
 
@@ -50,7 +50,7 @@ def _sums(tensor: torch.Tensor, width: int = 4096) -> Iterator[torch.Tensor]:
 
 def model_identity(model: Any) -> dict[str, object]:
     """Return a model's identity for a lock file: hash of its weights, commit, attention."""
-    config: Any = bare(model).config
+    config: Any = unwrap_peft(model).config
     return {
         "weights": fingerprint(model),
         "commit": getattr(config, "_commit_hash", None),

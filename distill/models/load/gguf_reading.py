@@ -15,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGUFValueType
 
-Part = npt.NDArray[np.generic]
+FieldPart = npt.NDArray[np.generic]
 _LENGTH = struct.Struct("<Q")
 
 
 class FastReader(gguf.GGUFReader):
     """Reader of GGUF files that slices lists in one loop."""
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Part], list[int], list[GGUFValueType]]:
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[FieldPart], list[int], list[GGUFValueType]]:
         """Return the size, the parts, the indices of the data among them, and the types of a field."""
         if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
             return super()._get_field_parts(orig_offs, raw_type)
@@ -42,10 +44,10 @@ class FastReader(gguf.GGUFReader):
         parts = list(values.reshape(length, 1))
         return begin - orig_offs + values.nbytes, [inner, count, *parts], list(range(2, 2 + length)), types
 
-    def _texts(self, offset: int, count: int) -> tuple[list[Part], int]:
+    def _texts(self, offset: int, count: int) -> tuple[list[FieldPart], int]:
         """Return the lengths and bytes of texts in turn, and the offset behind them."""
         data = np.asarray(self.data)
-        parts: list[Part] = []
+        parts: list[FieldPart] = []
         read = _LENGTH.unpack_from
         for _ in range(count):
             begin = offset + 8

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from distill.core.errors import disk_code, first_line, quote
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 
 SAMPLE = "One text, 2 numbers.\n"
 
@@ -37,7 +37,7 @@ def fix_generation_config(student: Any, field: str) -> list[str]:
     Raises:
         ValueError: it cannot be saved even without them.
     """
-    model: Any = bare(student)
+    model: Any = unwrap_peft(student)
     taken: dict[str, object] = {}
     mended = copy.deepcopy(getattr(model, "generation_config", None))
     if mended is None:
@@ -80,7 +80,7 @@ def add_turn_end_tokens(student: Any, tokenizer: Any, closings: Collection[str])
     Returns:
         A line that names the tokens that were added; none where all of them are there already.
     """
-    config = getattr(bare(student), "generation_config", None)
+    config = getattr(unwrap_peft(student), "generation_config", None)
     if config is None:
         return []
     given = config.eos_token_id
@@ -110,7 +110,7 @@ def check_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field:
     Raises:
         ValueError: something cannot be written or read back.
     """
-    model: Any = bare(student)
+    model: Any = unwrap_peft(student)
     with tempfile.TemporaryDirectory(prefix="distill-") as scratch:
         part = "its configuration"
         try:

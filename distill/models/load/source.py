@@ -33,7 +33,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-class ModelSource(NamedTuple):
+class ModelFiles(NamedTuple):
     """Location of a model as `from_pretrained` takes it.
 
     Attributes:
@@ -47,7 +47,7 @@ class ModelSource(NamedTuple):
     local: bool = True
 
 
-def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
+def resolve_model_source(spec: str, field: str = "model") -> ModelFiles:
     """Resolve `spec`, without reading weights and without network.
 
     Args:
@@ -61,7 +61,7 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
     path = Path(spec).expanduser()
     if path.is_dir():
         _check_folder(path, field)
-        return ModelSource(str(path))
+        return ModelFiles(str(path))
     if path.is_file():
         if path.suffix in PICKLES:
             raise ValueError(
@@ -70,23 +70,23 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
         if path.suffix != ".gguf":
             raise ValueError(f"{field}: expected a folder, a .gguf file or a hub id, got the file {spec}")
         check_gguf(path, field)
-        return ModelSource(str(path.resolve().parent), path.name)
+        return ModelFiles(str(path.resolve().parent), path.name)
     if path.suffix == ".gguf" or path.is_absolute() or spec.startswith((".", "~")) or not HUB_ID.fullmatch(spec):
         raise ValueError(
             f"{field}: {spec} does not exist; expected a hub id, a local folder or a .gguf file" + suggest_path(spec)
         )
-    return ModelSource(spec, local=False)
+    return ModelFiles(spec, local=False)
 
 
-def resolve_tokenizer_source(spec: str, field: str = "model") -> ModelSource:
+def resolve_tokenizer_source(spec: str, field: str = "model") -> ModelFiles:
     """Resolve a model source; a folder may also hold a tokenizer alone, as a teacher's cache does."""
     folder = Path(spec).expanduser()
     if (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
-        return ModelSource(str(folder))
+        return ModelFiles(str(folder))
     return resolve_model_source(spec, field)
 
 
-def _in_package(spec: str, field: str) -> ModelSource:
+def _in_package(spec: str, field: str) -> ModelFiles:
     """A file inside an installed package, found without importing the package (its own dependencies may be absent)."""
     package, _, name = spec.removeprefix(PACKAGE_PREFIX).partition("/")
     if not package.isidentifier() or not name.endswith(".gguf"):
@@ -100,7 +100,7 @@ def _in_package(spec: str, field: str) -> ModelSource:
     if not path.is_relative_to(folder) or not path.is_file():
         known = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
         raise ValueError(f"{field}: expected one of the .gguf files of {package} ({known}), got {name}")
-    return ModelSource(str(path.parent), path.name)
+    return ModelFiles(str(path.parent), path.name)
 
 
 def _check_folder(path: Path, field: str) -> None:
@@ -123,7 +123,7 @@ def _check_folder(path: Path, field: str) -> None:
 
 
 @contextlib.contextmanager
-def tokenizer_place(source: ModelSource) -> Iterator[str]:
+def tokenizer_place(source: ModelFiles) -> Iterator[str]:
     """Yield the location to read a model's tokenizer from.
 
     That of a GGUF file is a folder with the file alone, since transformers prefers a tokenizer.json beside it.
@@ -147,7 +147,7 @@ def remote_arguments(section: ModelSection, field: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
+def loading(spec: str, source: ModelFiles, field: str) -> Iterator[None]:
     """Raise the errors of loading as one `ValueError` that names the cure."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.load.read_weights import refuse_incomplete
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.fused_loss import FusedLosses
@@ -58,7 +58,7 @@ def patch(
         ValueError: The model is patched already, or an argument has an unknown value.
     """
     report = patch_parts(model, role, attention=attention, layers=layers, log_it=False)
-    inner: Any = bare(model)
+    inner: Any = unwrap_peft(model)
     if role == "student" and not keep_logits:
         swap = FusedLosses()
         reason = swap.applies(inner)

@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from distill.models.head import attention_sizes, bare, decoder_of
+from distill.models.head import attention_sizes, decoder_of, unwrap_peft
 
 log = logging.getLogger(__name__)
 
@@ -391,7 +391,7 @@ def choose_attention(model: nn.Module, batch: int, length: int, *, backward: boo
     if any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()):
         log.info("attention: triton, the only back end that has the attention sinks of this model")
         return "triton", {}
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    config = unwrap_peft(model).config.get_text_config()  # type: ignore[union-attr,operator]
     dtype = torch.float16 if next(model.parameters()).dtype == torch.float16 else torch.bfloat16
     heads, kv_heads, width = attention_sizes(config)
     if not heads:  # nothing to time

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.patch.swaps import OTHER, Swap, apply_swap, replace_forward, restore_forward
 
 KIND = "longrope"
@@ -78,7 +78,7 @@ def generates_with_cache(model: nn.Module, longest: int) -> bool:
         model: A model of transformers, bare or inside PEFT.
         longest: Tokens of the longest sequence that there will be.
     """
-    inner: Any = bare(model)
+    inner: Any = unwrap_peft(model)
     limit = short_length(inner)
     if limit is None or longest <= limit:
         return True

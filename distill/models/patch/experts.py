@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 from distill.models.names import EXPERT_WEIGHTS
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
-from distill.models.patch.swaps import Kind, Mismatch
+from distill.models.patch.swaps import Mismatch, ModulePattern
 
 TRIAL_EXPERTS = 4
 TRIAL_CHOICES = 2
@@ -154,7 +154,7 @@ def _with_few_experts(module: Any) -> Any:
     return small
 
 
-EXPERTS = Kind("experts", looks_like_experts, lambda module, form: experts_forward(form), experts_form)
+EXPERTS = ModulePattern("experts", looks_like_experts, lambda module, form: experts_forward(form), experts_form)
 
 
 # ---- routers
@@ -332,5 +332,5 @@ def block_forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor
     return y.view(hidden_states.shape)
 
 
-SPARSE_BLOCK = Kind("sparse_block", looks_like_block, lambda module, form: block_forward, block_form)
-ROUTER = Kind("router", looks_like_router, lambda module, form: router_forward(form), router_form)
+SPARSE_BLOCK = ModulePattern("sparse_block", looks_like_block, lambda module, form: block_forward, block_form)
+ROUTER = ModulePattern("router", looks_like_router, lambda module, form: router_forward(form), router_form)

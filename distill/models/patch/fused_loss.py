@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 
 from distill.core.errors import first_line
 from distill.core.labels import IGNORE_INDEX, shift_labels
-from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, unfusable_reason
+from distill.models.head import LogitTransform, StudentHead, find_head, probe_logits, read_head, unfusable_reason
 from distill.models.patch.swaps import Swap, replace_forward
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class _Source:
                 self.logits[graph] = self.transform.applied(head.module(self.hidden))
         return self.logits[graph]
 
-    def _check(self, head: Head) -> None:
+    def _check(self, head: StudentHead) -> None:
         weight: Any = head.linear.weight
         cut = isinstance(weight, DTensor) or weight.shape[0] != self.columns
         if cut or weight.untyped_storage().size() == 0:
@@ -188,7 +188,7 @@ class FusedLoss:
         self.logged: set[str] = set()
         # one object each: torch.compile looks whether a forward is the one it knows
         self._stand_ins = types.MethodType(FusedLoss._head, self), types.MethodType(FusedLoss._loss_function, self)
-        self._head_of_call: Head | None = None
+        self._head_of_call: StudentHead | None = None
         self._labels: torch.Tensor | None = None
         self._num_items: torch.Tensor | int | None = None
         self._loss: torch.Tensor | None = None
@@ -240,7 +240,7 @@ class FusedLoss:
             )
         return self._with_logits(output, model, head, hidden)
 
-    def _why_not(self, model: PreTrainedModel, head: Head, inputs: dict[str, object]) -> str | None:
+    def _why_not(self, model: PreTrainedModel, head: StudentHead, inputs: dict[str, object]) -> str | None:
         if model.loss_function is not ForCausalLMLoss:
             return "the model has a loss function of its own"
         if hasattr(head.module, "_hf_hook") or hasattr(head.owner, "_hf_hook"):
@@ -273,7 +273,7 @@ class FusedLoss:
         self._loss = None
         return loss
 
-    def _with_logits(self, output: object, model: nn.Module, head: Head, hidden: torch.Tensor) -> object:
+    def _with_logits(self, output: object, model: nn.Module, head: StudentHead, hidden: torch.Tensor) -> object:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         columns: int = head.linear.out_features  # type: ignore[assignment]
@@ -286,7 +286,7 @@ class FusedLoss:
         return (output[0], logits, *output[2:])
 
 
-def _versions(head: Head) -> list[int]:
+def _versions(head: StudentHead) -> list[int]:
     """Counts the changes in place of all that the head's product depends on."""
     return [p._version for p in head.module.parameters() if not p.is_inference()]
 

@@ -14,7 +14,7 @@ import torch
 from distill_kernels.matmul.lora import lora_linear, lora_linear_recomputed
 from torch import nn
 
-from distill.models.patch.swaps import Kind
+from distill.models.patch.swaps import ModulePattern
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -82,4 +82,4 @@ def _only_adapter(layer: Any) -> str | None:
 
 
 lora_forward.__dict__.update(recomputed=lora_recomputed)
-LORA_LINEAR = Kind("lora", is_lora_linear, lambda module, form: lora_forward)
+LORA_LINEAR = ModulePattern("lora", is_lora_linear, lambda module, form: lora_forward)

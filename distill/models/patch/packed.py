@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.names import ATTENTION_LIMITS, CONVOLUTION_WIDTHS, ORIGINAL_LENGTH
 from distill.models.patch.document_rope import KIND as LONGROPE
 from distill.models.quantised_checkpoints import quantised_by_transformers
@@ -80,7 +80,7 @@ class _Trial:
         self.decoder = decoder_of(model)
         self.row_by_row = row_by_row
         device: Any = find_head(model).linear.weight.device
-        text = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+        text = unwrap_peft(model).config.get_text_config()  # type: ignore[union-attr,operator]
         kernel = max((getattr(text, name, None) or 0 for name in CONVOLUTION_WIDTHS), default=0)
         self.length = max(2 * LOWERED + 3, 2 * kernel + 3)
         words = (torch.arange(3 * (2 * self.length + 2), device=device) * 7 + 3) % text.vocab_size

@@ -24,7 +24,7 @@ from torch import nn
 from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
 from distill.models import output_rows
-from distill.models.head import bare, decoder_of
+from distill.models.head import decoder_of, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.patch.attention import (
     AUTO,
@@ -51,20 +51,20 @@ from distill.models.patch.recognition import (
 from distill.models.patch.residual_norms import RESIDUAL_NORM
 from distill.models.patch.swaps import (
     OTHER,
-    Kind,
+    ModulePattern,
     PatchReport,
     Role,
     Swap,
+    forward_attribute,
     is_patched,
     restore_swaps,
     swap_module,
-    trait_of,
 )
 
 log = logging.getLogger(__name__)
 
 # in their order; a module gets the first swap of each line that applies to it, and none where one says why it does not
-SWAPS: tuple[tuple[Kind | type[SharedInputs], ...], ...] = (
+SWAPS: tuple[tuple[ModulePattern | type[SharedInputs], ...], ...] = (
     (LAYER_NORM, LORA_LINEAR, RMS_NORM, GATED_MLP, BIAS_GELU_MLP, ROTARY_EMBEDDING, EXPERTS, ROUTER),
     (SharedInputs,),
     (SPARSE_BLOCK,),
@@ -93,7 +93,7 @@ def patch(
             this GPU of rows without packing or padding; those that are packed or padded take "triton" in any case.
             None keeps the model's own.
         layers: Swap norms, gated MLPs, rotary embeddings and residual additions.
-        judged: `verdicts` of a model of the same configuration with fewer layers; modules they cover are not tried
+        judged: `trial_results` of a model of the same configuration with fewer layers; modules they cover are not tried
             out, so that `model` may be on the meta device (modules they do not cover are then left).
         log_it: Log the report, in one line.
 
@@ -102,17 +102,17 @@ def patch(
     """
     if role not in ("teacher", "student"):
         raise ValueError(f"role: expected 'teacher' or 'student', got {role!r}")
-    inner = bare(model)
+    inner = unwrap_peft(model)
     if is_patched(inner):
         raise ValueError("model: it is patched already; call unpatch first")
     correct_forward(model, survives_unpatch=False)
-    report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
+    report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), trial_results=dict(judged or {}))
     with eval_mode(inner):
         for number, makers in enumerate(SWAPS if layers else ()):
             modules = list(inner.modules()) if number else _without_own_forward(inner, report)
             _swap_modules(inner, [make(inner, role, report) for make in makers], modules, report)
-        if report.swapped["residual_norm"] and trait_of(last := find_layers(inner)[1][-1], "is_fused"):
-            output_rows.mark(decoder_of(inner), last, report.verdicts)
+        if report.swapped["residual_norm"] and forward_attribute(last := find_layers(inner)[1][-1], "is_fused"):
+            output_rows.mark(decoder_of(inner), last, report.trial_results)
         if attention is not None:
             if attention == AUTO:
                 attention = default_attention(inner, backward=role == "student")
@@ -181,7 +181,7 @@ class FusedAttention(Swap):
         """Compare the hidden states of both, unless a model of the same parts has been compared."""
         if not getattr(module, "_supports_attention_backend", False):
             return "the model does not take other attention implementations"
-        verdicts = self.report.verdicts
+        verdicts = self.report.trial_results
         if any(parameter.is_meta for parameter in module.parameters()):
             return verdicts.get("attention")
         use_fused_attention(module, self.decoder, self.backend)
@@ -202,7 +202,7 @@ class FusedAttention(Swap):
     def swap(self, module: nn.Module) -> None:
         """Switch to ours; padded batches stay with the model's own where they come out different."""
         use_fused_attention(module, self.decoder, self.backend)
-        if not self.report.verdicts.get("padding", True):
+        if not self.report.trial_results.get("padding", True):
             leave_padded_batches(self.decoder)
             self.report.left["attention of padded batches"] = "it comes out different"
         self.report.attention = self.backend

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.models.patch.swaps import trait_of
+from distill.models.patch.swaps import forward_attribute
 
 
 def takes_residual(module: Any) -> bool:
@@ -33,7 +33,7 @@ def down_of_gated(
         return _add_product(down, gated(*parts), residual)
     if residual is not None:
         return residual + down_of_gated(down, gated, *parts)
-    recomputed = trait_of(down, "recomputed")  # its product with an input that is made again in the backward
+    recomputed = forward_attribute(down, "recomputed")  # its product with an input that is made again in the backward
     hooked = down._forward_hooks or down._forward_pre_hooks
     if recomputed is not None and not hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         output: torch.Tensor | None = recomputed(down, gated, parts)

@@ -1,7 +1,7 @@
 """Modules that our kernels can compute, recognised by running them: norms, MLPs, rotary embeddings.
 
 A candidate module runs on a random input, and each fused forward of its kind is compared with its own
-(`forward_comparison.py`). Each `Kind` is an entry of `patching.SWAPS`.
+(`forward_comparison.py`). Each `ModulePattern` is an entry of `patching.SWAPS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from distill.models.names import GATED_MLPS, PLAIN_MLPS, ROTARY_FUNCTION, GatedNames
 from distill.models.patch.forward_comparison import compare_forwards, perturbed
 from distill.models.patch.products import down_of_gated
-from distill.models.patch.swaps import Kind, Mismatch, epsilon_of
+from distill.models.patch.swaps import Mismatch, ModulePattern, epsilon_of
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": swiglu,
@@ -109,12 +109,12 @@ def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
     return forward
 
 
-LAYER_NORM = Kind(
+LAYER_NORM = ModulePattern(
     "layer_norm",
     lambda module: type(module) is nn.LayerNorm and len(module.normalized_shape) == 1,
     lambda module, form: layer_norm_forward,
 )
-RMS_NORM = Kind(
+RMS_NORM = ModulePattern(
     "rms_norm", looks_like_rms_norm, lambda module, form: rms_norm_forward(form, epsilon_of(module)), rms_norm_form
 )
 
@@ -159,7 +159,7 @@ def gated_forward(names: GatedNames, activation: str) -> Callable[..., Any]:
     return forward
 
 
-GATED_MLP = Kind(
+GATED_MLP = ModulePattern(
     "glu",
     gated_names,
     lambda module, activation: gated_forward(gated_names(module), activation),  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def _has_bias(product: object) -> bool:
     return type(product) in (nn.Linear, Conv1D) and getattr(product, "bias", None) is not None
 
 
-BIAS_GELU_MLP = Kind(
+BIAS_GELU_MLP = ModulePattern(
     "bias_gelu",
     two_products,
     lambda module, approximate: bias_gelu_forward(two_products(module), approximate),  # type: ignore[arg-type]
@@ -276,6 +276,6 @@ def rotary_form(module: nn.Module, *, gradients: bool, **_: object) -> str | Mis
     return compare_forwards(nn.Module(), by(rotate), by(_apply_rotary), q, k, gradients=gradients) or "half-split"
 
 
-ROTARY_EMBEDDING = Kind(
+ROTARY_EMBEDDING = ModulePattern(
     "rope", rotary_function, lambda module, form: with_our_rotary(rotary_function(module)), rotary_form
 )

@@ -17,7 +17,7 @@ from distill.models.output_rows import pick, projecting, put_back, rows_of
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
-from distill.models.patch.swaps import Kind, Mismatch
+from distill.models.patch.swaps import Mismatch, ModulePattern
 
 
 def fusable_form(module: Any) -> str | None:
@@ -140,4 +140,4 @@ def _layer_forward(layer: Any, form: str) -> Callable[..., torch.Tensor]:
     return LAYER_FORWARDS[fusable_form(layer)](form == "casts", takes_residual(layer.mlp))  # type: ignore[index]
 
 
-RESIDUAL_NORM = Kind("residual_norm", fusable_form, _layer_forward, layer_matches)
+RESIDUAL_NORM = ModulePattern("residual_norm", fusable_form, _layer_forward, layer_matches)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 
 Role = Literal["teacher", "student"]
 SWAPPED = "_distill_swapped"  # of a bare model: its swaps, each with a module, in the order in which they were made
@@ -53,7 +53,7 @@ class PatchReport:
     left: dict[str, str] = field(default_factory=dict)
     attention: str | None = None
     loss: bool = False
-    verdicts: dict[Any, Any] = field(default_factory=dict, repr=False)
+    trial_results: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
@@ -90,7 +90,7 @@ class Swap:
         restore_forward(module)
 
 
-class Kind(NamedTuple):
+class ModulePattern(NamedTuple):
     """Kind of module that we know; a call returns its swap.
 
     Attributes:
@@ -121,7 +121,7 @@ class RecognisedSwap(Swap):
         kind: Kind of module.
     """
 
-    def __init__(self, model: nn.Module, role: Role, report: PatchReport, kind: Kind) -> None:
+    def __init__(self, model: nn.Module, role: Role, report: PatchReport, kind: ModulePattern) -> None:
         self.model = model
         self.gradients = role == "student"
         self.report = report
@@ -131,7 +131,7 @@ class RecognisedSwap(Swap):
     def applies(self, module: nn.Module) -> str | None:
         if not self.of.candidate(module) or self.of.form is None:
             return None if self.of.candidate(module) else OTHER
-        verdicts = self.report.verdicts
+        verdicts = self.report.trial_results
         key = self._key(module)
         if key not in verdicts:
             if any(parameter.is_meta for parameter in module.parameters()):
@@ -141,7 +141,7 @@ class RecognisedSwap(Swap):
         return f"not a {self.kind} of ours: {verdict.reason}" if isinstance(verdict, Mismatch) else None
 
     def swap(self, module: nn.Module) -> None:
-        replace_forward(module, self.of.forward(module, self.report.verdicts.get(self._key(module))))
+        replace_forward(module, self.of.forward(module, self.report.trial_results.get(self._key(module))))
 
     def _key(self, module: nn.Module) -> object:
         # modules of one class with the same shapes and settings get one verdict
@@ -169,7 +169,7 @@ def apply_swap(model: nn.Module, swap: Swap) -> int:
 
 def swap_module(model: nn.Module, swap: Swap, module: nn.Module) -> None:
     """Swap a module that a swap applies to, beneath those that are outermost."""
-    made: list[tuple[Swap, nn.Module]] = bare(model).__dict__.setdefault(SWAPPED, [])
+    made: list[tuple[Swap, nn.Module]] = unwrap_peft(model).__dict__.setdefault(SWAPPED, [])
     above = [] if swap.outermost else [other for other, of in made if of is module and other.outermost]
     for other in reversed(above):
         other.restore(module)
@@ -180,7 +180,7 @@ def swap_module(model: nn.Module, swap: Swap, module: nn.Module) -> None:
 
 
 def is_patched(model: nn.Module) -> bool:
-    return any(not swap.survives_unpatch for swap, _ in bare(model).__dict__.get(SWAPPED, ()))
+    return any(not swap.survives_unpatch for swap, _ in unwrap_peft(model).__dict__.get(SWAPPED, ()))
 
 
 def restore_swaps(model: nn.Module, only: Swap | None = None) -> None:
@@ -190,7 +190,7 @@ def restore_swaps(model: nn.Module, only: Swap | None = None) -> None:
         model: Model, bare or inside PEFT.
         only: The swap to take back; None for those that do not survive `unpatch`.
     """
-    made: list[tuple[Swap, nn.Module]] = bare(model).__dict__.pop(SWAPPED, [])
+    made: list[tuple[Swap, nn.Module]] = unwrap_peft(model).__dict__.pop(SWAPPED, [])
     kept = [(swap, module) for swap, module in made if (swap is not only if only else swap.survives_unpatch)]
     touched = {module for swap, module in made if (swap, module) not in kept}
     for swap, module in reversed(made):
@@ -200,7 +200,7 @@ def restore_swaps(model: nn.Module, only: Swap | None = None) -> None:
         if module in touched:
             swap.swap(module)
     if kept:
-        bare(model).__dict__[SWAPPED] = kept
+        unwrap_peft(model).__dict__[SWAPPED] = kept
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -219,6 +219,6 @@ def restore_forward(module: nn.Module) -> None:
         module.forward = before
 
 
-def trait_of(module: nn.Module, name: str) -> Any:
+def forward_attribute(module: nn.Module, name: str) -> Any:
     """Return an attribute that a swap gave to the forward that a module runs; None without it."""
     return getattr(getattr(module.__dict__.get("forward"), "__func__", None), name, None)

@@ -27,7 +27,7 @@ from torch import nn
 
 from distill.models.layers import is_offloaded
 from distill.models.patch.products import down_of_gated, is_plain
-from distill.models.patch.swaps import OTHER, Swap, apply_swap, replace_forward, restore_forward, trait_of
+from distill.models.patch.swaps import OTHER, Swap, apply_swap, forward_attribute, replace_forward, restore_forward
 from distill.models.sharding import is_sharded
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _InterleavedMlps(Swap):
         self.whole = not (is_offloaded(model) or is_sharded(model))
 
     def applies(self, module: nn.Module) -> str | None:
-        found = trait_of(module, "gated")
+        found = forward_attribute(module, "gated")
         if found is None:
             return OTHER
         if not self.whole or self.min_size is None:
@@ -61,7 +61,7 @@ class _InterleavedMlps(Swap):
 
     def swap(self, module: nn.Module) -> None:
         assert self.min_size is not None
-        gated = trait_of(module, "gated")
+        gated = forward_attribute(module, "gated")
         gate, up = _projections(module, gated)
         gate.weight.data, up.weight.data = interleave_rows(gate.weight, up.weight)
         module.__dict__[INTERLEAVED] = (*gated, self.min_size.rows)

@@ -14,7 +14,7 @@ from distill_kernels import triton_linear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from distill.models.head import bare, find_head
+from distill.models.head import find_head, unwrap_peft
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import PatchReport
 
@@ -34,7 +34,7 @@ def use_triton_only(model: nn.Module) -> PatchReport:
     Raises:
         ValueError: A matrix product that is none of a plain linear layer with sizes that are multiples of 8.
     """
-    inner = bare(model)
+    inner = unwrap_peft(model)
     head = find_head(model).linear  # which sees one token of each answer
     for name, module in inner.named_modules():
         if type(module) is nn.Linear and module is not head and (module.in_features % 8 or module.out_features % 8):

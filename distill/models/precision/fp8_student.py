@@ -24,8 +24,8 @@ from distill.models.patch.forward_comparison import is_close
 from distill.models.patch.shared_input import FP8_GROUP
 from distill.models.patch.swaps import (
     OTHER,
-    Kind,
     Mismatch,
+    ModulePattern,
     PatchReport,
     Swap,
     apply_swap,
@@ -162,4 +162,4 @@ def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     return forward
 
 
-FP8_MLP = Kind("fp8_mlp", _projects_in_fp8, lambda mlp, form: _mlp_forward(mlp), _swiglu_form)
+FP8_MLP = ModulePattern("fp8_mlp", _projects_in_fp8, lambda mlp, form: _mlp_forward(mlp), _swiglu_form)

@@ -18,11 +18,11 @@ from typing import Literal, NamedTuple
 
 import torch
 from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise
-from distill_kernels.quantisation.number_format import Format, Scales
+from distill_kernels.quantisation.number_format import NumberFormat, Scales
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
-from distill.models.head import bare, decoder_of
+from distill.models.head import decoder_of, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.precision.quantised_formats import plain_name
 
@@ -59,7 +59,7 @@ class Rounded(NamedTuple):
 
     weight: torch.Tensor
     scales: Scales
-    form: Format
+    form: NumberFormat
 
     def on_host(self) -> Rounded:
         """Return a copy in host memory, where those of a whole model leave the device to what follows."""
@@ -69,7 +69,7 @@ class Rounded(NamedTuple):
         return reference_fake_quantise(self.weight, self.form, self.scales)
 
 
-def compensate(weight: torch.Tensor, hessian: torch.Tensor, form: Format, scales: Scales) -> torch.Tensor:
+def compensate(weight: torch.Tensor, hessian: torch.Tensor, form: NumberFormat, scales: Scales) -> torch.Tensor:
     """Return a matrix whose nearest values are GPTQ's rounding of `weight`.
 
     Args:
@@ -214,7 +214,7 @@ def round_weights(
     Raises:
         ValueError: The decoder's layers do not form a plain sequence, or there are no rows.
     """
-    model = bare(model)
+    model = unwrap_peft(model)
     prefix, layers = find_layers(model)
     found: dict[str, Rounded] = {}
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ import types
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels.quantisation.number_format import Format
+from distill_kernels.quantisation.number_format import NumberFormat
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -35,7 +35,7 @@ class Adapter(NamedTuple):
 class AdaptedMatrix(QuantisedMatrix):
     """One quantised parameter under an adapter: its base weights are frozen, and A and B are trained."""
 
-    def __init__(self, name: str, adapter: Adapter, form: Format) -> None:
+    def __init__(self, name: str, adapter: Adapter, form: NumberFormat) -> None:
         layer, self.a, self.b, self.scaling = adapter
         super().__init__(name, layer.weight, form)
         layer.__dict__[ADAPTED] = self

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
-from distill_kernels.quantisation.number_format import Format
+from distill_kernels.quantisation.number_format import NumberFormat
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from distill.core.files import write_json
 from distill.core.tensor_files import write_tensors
-from distill.models.head import bare, find_head
+from distill.models.head import find_head, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
 from distill.models.names import QKV, SEPARATE_GATED
@@ -43,7 +43,7 @@ class Formats(NamedTuple):
 
     main: str
     by_name: dict[str, str]
-    forms: dict[str, Format]
+    forms: dict[str, NumberFormat]
     unfit: list[str]
     unfit_share: float = 0.0
 
@@ -131,7 +131,7 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
         ValueError: A key of `modules` that names no linear layer, two formats for one tied weight or for layers that
             vLLM joins, or a model without linear layers that the format holds.
     """
-    model = bare(model)
+    model = unwrap_peft(model)
     prefix, layers = find_layers(model)
     linears = {
         plain_name(name): module
@@ -208,7 +208,7 @@ def _check_joined(prefix: str, linears: Iterable[str], by_name: Mapping[str, str
             )
 
 
-def _with_ranges(by_name: Mapping[str, str], parameters: Mapping[str, torch.Tensor]) -> dict[str, Format]:
+def _with_ranges(by_name: Mapping[str, str], parameters: Mapping[str, torch.Tensor]) -> dict[str, NumberFormat]:
     """Return the format of each parameter, with one range for those of a module, which servers join."""
     keys = {name: (name.rsplit(".", 2)[0], form) for name, form in by_name.items()}
     together: dict[tuple[str, str], list[torch.Tensor]] = {}

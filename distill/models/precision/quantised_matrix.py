@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
-from distill_kernels.quantisation.number_format import Format, Scales
+from distill_kernels.quantisation.number_format import NumberFormat, Scales
 
 from distill.models.sharding import gather_rows, local_rows
 
@@ -23,7 +23,7 @@ EPS = 1e-12
 TENSORS_OF_SCALES = 5  # values, stored values, gradient and two moments
 
 
-def state_bytes(form: Format, weight: torch.Tensor, *, learned: bool) -> int:
+def state_bytes(form: NumberFormat, weight: torch.Tensor, *, learned: bool) -> int:
     """Return the bytes that training keeps for a matrix beside its parameter: master weights, and learned scales.
 
     Args:
@@ -50,7 +50,7 @@ class QuantisedMatrix:
         gradients: views of `LearnedScales.gradient`, likewise.
     """
 
-    def __init__(self, name: str, parameter: torch.Tensor, form: Format, rows: slice = slice(None)) -> None:
+    def __init__(self, name: str, parameter: torch.Tensor, form: NumberFormat, rows: slice = slice(None)) -> None:
         self.name = name
         self.parameter = parameter
         self.form = form
@@ -111,7 +111,7 @@ class LearnedScales:
     """
 
     def __init__(self, matrices: list[QuantisedMatrix]) -> None:
-        self.forms: list[tuple[Format, list[slice]]] = []
+        self.forms: list[tuple[NumberFormat, list[slice]]] = []
         self._places: list[tuple[QuantisedMatrix, slice]] = []
         end = 0
         for form in dict.fromkeys(matrix.form for matrix in matrices):

@@ -32,7 +32,7 @@ from torch import nn
 from distill.core.errors import RunError
 from distill.core.tensor_files import write_tensors
 from distill.models.dtypes import QUANTISED
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.models.precision.quantised_formats import Formats, SavedBlocks, formats_of, plain_name, plain_parameters
 from distill.models.precision.quantised_matrix import LearnedScales, QuantisedMatrix, state_bytes
 from distill.models.sharding import gather_rows, local_rows, own_rows
@@ -112,7 +112,7 @@ class QuantisedWeights:
 
     def use_shards(self, model: nn.Module) -> None:
         """Go on with this process's rows of the parameters of a model that FSDP2 may have sharded since the start."""
-        parameters = plain_parameters(bare(model))
+        parameters = plain_parameters(unwrap_peft(model))
         for name, matrix in self.matrices.items():
             matrix.parameter = parameters[name]
             assert local_rows(matrix.parameter).shape == matrix.base.shape, f"{name} is cut otherwise than by rows"
@@ -255,9 +255,9 @@ def quantised_bytes(model: nn.Module, section: Quantise) -> QuantisedBytes:
         section: The recipe's `student.quantise`.
     """
     forms = formats_of(model, section).forms
-    parameters = plain_parameters(bare(model))
+    parameters = plain_parameters(unwrap_peft(model))
     learned = section.scales == "learned"
-    adapted = {plain_name(path) for path, module in bare(model).named_modules() if hasattr(module, "lora_A")}
+    adapted = {plain_name(path) for path, module in unwrap_peft(model).named_modules() if hasattr(module, "lora_A")}
     sizes = [parameters[name].numel() for name in forms if name.removesuffix(".weight") in adapted]
     states = sum(state_bytes(form, parameters[name], learned=learned) for name, form in forms.items())
     return QuantisedBytes(states, 3 * 4 * max(sizes, default=0))
@@ -285,9 +285,9 @@ def quantise_student(
     Raises:
         ValueError: A parameter is not in float32.
     """
-    weights = QuantisedWeights(bare(model), formats, learned=learned, adapters=adapters, sharded=sharded)
+    weights = QuantisedWeights(unwrap_peft(model), formats, learned=learned, adapters=adapters, sharded=sharded)
     weights.start(start or {})
-    bare(model).__dict__[QUANTISED] = weights
+    unwrap_peft(model).__dict__[QUANTISED] = weights
     return weights
 
 

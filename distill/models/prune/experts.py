@@ -28,8 +28,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from distill.models.prune.scores import Score
-from distill.models.prune.width_layout import Layout
+from distill.models.prune.scores import ImportanceScore
+from distill.models.prune.width_layout import WidthLayout
 
 Dropped = Mapping[int, Sequence[int]]  # by layer, indices of experts
 
@@ -48,7 +48,7 @@ class ExpertModules(NamedTuple):
     biases: tuple[str, ...]
 
 
-def expert_modules(model: nn.Module, layout: Layout) -> dict[int, ExpertModules]:
+def expert_modules(model: nn.Module, layout: WidthLayout) -> dict[int, ExpertModules]:
     """Return by layer the modules of its experts.
 
     Raises:
@@ -96,7 +96,7 @@ class ExpertStatistics:
         self.tokens = 0
         self.routed = [0] * count
         self.weights, self.outputs = torch.zeros(2, count, dtype=torch.float64, device=device)
-        self.columns = [Score() for _ in range(count)]
+        self.columns = [ImportanceScore() for _ in range(count)]
 
     def scores(self, kind: str) -> torch.Tensor:
         """Return the score of each expert, float64 [experts], by `importance.experts`, on the CPU."""
@@ -106,7 +106,7 @@ class ExpertStatistics:
 
 
 @contextlib.contextmanager
-def expert_statistics(model: nn.Module, layout: Layout, metric: str) -> Iterator[dict[str, ExpertStatistics]]:
+def expert_statistics(model: nn.Module, layout: WidthLayout, metric: str) -> Iterator[dict[str, ExpertStatistics]]:
     """Gather statistics of the experts whose number or columns are cut while the model runs inside this context.
 
     Experts are computed one after another, whatever the model's implementation of them.
@@ -202,7 +202,7 @@ class MaskedRouters(TorchFunctionMode):
         dropped: Experts that get no tokens.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, dropped: Dropped) -> None:
+    def __init__(self, model: nn.Module, layout: WidthLayout, dropped: Dropped) -> None:
         super().__init__()
         state = model.state_dict(keep_vars=True)
         modules = {layer: found for layer, found in expert_modules(model, layout).items() if layer in dropped}

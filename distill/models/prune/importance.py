@@ -35,13 +35,13 @@ from transformers import PreTrainedConfig
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import IGNORE_INDEX
-from distill.models.head import LogitTransform, bare, decoder_of, find_head, probe_logits, read_head
+from distill.models.head import LogitTransform, decoder_of, find_head, probe_logits, read_head, unwrap_peft
 from distill.models.layers import find_layers, layer_indices
 from distill.models.prune.experts import expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection
 from distill.models.prune.pruning import trial_ids
-from distill.models.prune.scores import Score
-from distill.models.prune.width_layout import Layout
+from distill.models.prune.scores import ImportanceScore
+from distill.models.prune.width_layout import WidthLayout
 from distill.models.prune.width_trial import axes_of, verified_layout
 from distill.models.prune.widths import Widths, target_widths, widths_of
 from distill.models.routing import routing_of
@@ -49,12 +49,12 @@ from distill.recipe import FromTeacher, Importance
 from distill.recipe.from_teacher import COLUMN_AXES
 
 log = logging.getLogger(__name__)
-Row = Mapping[str, Sequence[int]]  # `input_ids`, `labels` and `position_ids`, of one length
+CalibrationRow = Mapping[str, Sequence[int]]  # `input_ids`, `labels` and `position_ids`, of one length
 # hidden states [1, S, hidden], and what else the layer before returned: some families hand it on from layer to layer
 LayerInput = tuple[torch.Tensor, tuple[object, ...]]
 
 
-class Shape(NamedTuple):
+class PruneShape(NamedTuple):
     """Shape that a teacher is cut to.
 
     Attributes:
@@ -65,10 +65,10 @@ class Shape(NamedTuple):
 
     layers: int
     widths: Widths | None
-    layout: Layout | None
+    layout: WidthLayout | None
 
 
-def shape_for(cut: FromTeacher, config: PreTrainedConfig) -> Shape:
+def shape_for(cut: FromTeacher, config: PreTrainedConfig) -> PruneShape:
     """Return the shape that `student.from_teacher` gives a teacher of a configuration.
 
     Raises:
@@ -77,12 +77,12 @@ def shape_for(cut: FromTeacher, config: PreTrainedConfig) -> Shape:
     layers = len(layer_indices(cut, config.get_text_config().num_hidden_layers))
     widths = target_widths(cut, config)
     if widths is None:
-        return Shape(layers, None, None)
+        return PruneShape(layers, None, None)
     axes = axes_of(widths_of(config), widths)
-    return Shape(layers, widths, verified_layout(config, axes) if axes else None)
+    return PruneShape(layers, widths, verified_layout(config, axes) if axes else None)
 
 
-def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Selection:
+def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[CalibrationRow]) -> Selection:
     """Choose the parts of a teacher that `student.from_teacher` keeps.
 
     Deterministic: ties go to the lower index.
@@ -95,7 +95,7 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
     Raises:
         ValueError: no rows, or a shape that the teacher cannot be cut to.
     """
-    model = bare(model)
+    model = unwrap_peft(model)
     settings = cut.chosen_by
     config = model.config
     assert isinstance(config, PreTrainedConfig)
@@ -189,7 +189,10 @@ class LayerTrial:
         return patched
 
     def hidden(
-        self, row: Row, start: tuple[int, LayerInput] | None = None, inputs: dict[int, LayerInput] | None = None
+        self,
+        row: CalibrationRow,
+        start: tuple[int, LayerInput] | None = None,
+        inputs: dict[int, LayerInput] | None = None,
     ) -> torch.Tensor:
         """Return the last hidden states of a row, [1, S, hidden].
 
@@ -209,7 +212,7 @@ class LayerTrial:
         finally:
             self._start = self._inputs = self._given = None
 
-    def divergence(self, hidden: torch.Tensor, full: torch.Tensor, row: Row) -> torch.Tensor:
+    def divergence(self, hidden: torch.Tensor, full: torch.Tensor, row: CalibrationRow) -> torch.Tensor:
         """Return the sum of KL(full || hidden) over a row's trained positions, float64 [], in nats."""
         where = positions_of(row)
         index = torch.tensor(where, device=hidden.device)
@@ -219,7 +222,7 @@ class LayerTrial:
         return loss.double() * len(where)
 
 
-def positions_of(row: Row) -> list[int]:
+def positions_of(row: CalibrationRow) -> list[int]:
     """Return the positions of a row whose next token is trained on; where none is, those with one in their document."""
     labels = row.get("labels")
     length = len(row["input_ids"])
@@ -228,7 +231,7 @@ def positions_of(row: Row) -> list[int]:
     return trained or [at for at in range(length - 1) if places[at + 1] != 0] or [length - 1]
 
 
-def _choose_layers(trial: LayerTrial, rows: Sequence[Row], count: int) -> list[int]:
+def _choose_layers(trial: LayerTrial, rows: Sequence[CalibrationRow], count: int) -> list[int]:
     """Return the layers that stay when all but `count` are removed one after another."""
     tokens = sum(len(positions_of(row)) for row in rows)
     trial.dropped = set()
@@ -271,7 +274,7 @@ class Scores(NamedTuple):
         heads: Scores of heads, by layer.
         columns: Scores of columns, [experts, columns] by module, [1, columns] of a dense or shared MLP.
         experts: Scores of experts, by layer.
-        shares: Shares by the name of a norm over a cut axis: `Score.share`, divided by the tokens.
+        shares: Shares by the name of a norm over a cut axis: `ImportanceScore.share`, divided by the tokens.
     """
 
     hidden: torch.Tensor | None
@@ -281,12 +284,14 @@ class Scores(NamedTuple):
     shares: dict[str, torch.Tensor]
 
 
-def _measure(model: nn.Module, trial: LayerTrial, layout: Layout, rows: Sequence[Row], settings: Importance) -> Scores:
+def _measure(
+    model: nn.Module, trial: LayerTrial, layout: WidthLayout, rows: Sequence[CalibrationRow], settings: Importance
+) -> Scores:
     metric = settings.metric
     norms = {name: (module, block.axis) for name, module, block in layout.norms(model)}
     heads = layout.readers(model, "heads")
     columns = {place: name for axis in COLUMN_AXES for place, name in layout.readers(model, axis).items()}
-    found = {name: Score() for name in (*norms, *heads.values(), *columns.values())}
+    found = {name: ImportanceScore() for name in (*norms, *heads.values(), *columns.values())}
     with contextlib.ExitStack() as hooks:
         for name, (module, _) in norms.items():
             hooks.enter_context(_hooked(module, _norm_hook(found[name], metric)))
@@ -328,7 +333,7 @@ def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
         handle.remove()
 
 
-def _norm_hook(score: Score, metric: str) -> Callable[..., None]:
+def _norm_hook(score: ImportanceScore, metric: str) -> Callable[..., None]:
     def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         score.add(output.flatten(0, -2), metric)
         score.add_share(arguments[0].flatten(0, -2))
@@ -336,7 +341,7 @@ def _norm_hook(score: Score, metric: str) -> Callable[..., None]:
     return hook
 
 
-def _reader_hook(score: Score, unit: int | None, metric: str) -> Callable[..., None]:
+def _reader_hook(score: ImportanceScore, unit: int | None, metric: str) -> Callable[..., None]:
     """Return a hook that adds the inputs of a linear layer, or the norms of every `unit` of them."""
 
     def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -348,7 +353,7 @@ def _reader_hook(score: Score, unit: int | None, metric: str) -> Callable[..., N
     return hook
 
 
-def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: Layout, groups: int) -> Selection:
+def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: WidthLayout, groups: int) -> Selection:
     """Return the parts with the largest scores; of experts as many in each of `groups`."""
     full = layout.full
     hidden = None if widths.hidden == full.hidden else _largest(scores.hidden, widths.hidden)
@@ -399,7 +404,7 @@ def _largest_heads(scores: torch.Tensor, full: Widths, widths: Widths) -> tuple[
     return heads, kv_heads
 
 
-def _norm_factors(scores: Scores, selection: Selection, layout: Layout) -> dict[str, float]:
+def _norm_factors(scores: Scores, selection: Selection, layout: WidthLayout) -> dict[str, float]:
     """Return for each norm over cut channels the ratio of the root mean squares over the kept and over all."""
     factors = {}
     for name, share in scores.shares.items():

@@ -26,11 +26,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.core.eval_mode import eval_mode
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
 from distill.models.prune.pruning import cut_layers, trial_ids
-from distill.models.prune.width_layout import Axis, Layout, entries, mlp_of
+from distill.models.prune.width_layout import Axis, WidthLayout, entries, mlp_of
 from distill.models.prune.widths import Widths
 from distill.recipe.from_teacher import COLUMN_AXES
 
@@ -54,7 +54,7 @@ class Selection(NamedTuple):
     columns: Mapping[str, Sequence[Sequence[int]]]
     norms: Mapping[str, float]
 
-    def kept(self, name: str, layout: Layout) -> dict[str, Sequence[int]]:
+    def kept(self, name: str, layout: WidthLayout) -> dict[str, Sequence[int]]:
         """Return the indices that stay in a parameter, by axis; without the columns of experts."""
         found = {} if self.hidden is None else {"hidden": self.hidden}
         layer = layout.layer_of(name)
@@ -64,7 +64,7 @@ class Selection(NamedTuple):
             found[layout.mlps[mlp_of(name)].axis] = columns[0]
         return found
 
-    def narrowing(self, layout: Layout) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def narrowing(self, layout: WidthLayout) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Return the function that makes a student's parameter of the teacher's parameter of a name."""
 
         def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,11 @@ def _select(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tenso
 
 
 def cut_parts(
-    teacher: PreTrainedModel, selection: Selection, widths: Widths, layout: Layout, dtype: torch.dtype | None = None
+    teacher: PreTrainedModel,
+    selection: Selection,
+    widths: Widths,
+    layout: WidthLayout,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Return a copy of the chosen parts of `teacher`.
 
@@ -146,7 +150,7 @@ def exact_factor(axis: Axis, full: Widths, widths: Widths) -> float:
 
 def embedding_scale(model: nn.Module) -> float | None:
     """Return what embeddings are multiplied by before the first layer; None where more than that happens to them."""
-    model = bare(model)
+    model = unwrap_peft(model)
     _, layers = find_layers(model)
     seen: list[torch.Tensor] = []
 
@@ -184,7 +188,7 @@ class _SeenError(Exception):
 
 
 @torch.no_grad()
-def _same_embedding_scale(teacher: nn.Module, student: nn.Module, layout: Layout) -> None:
+def _same_embedding_scale(teacher: nn.Module, student: nn.Module, layout: WidthLayout) -> None:
     """Undo the change of a factor on the embeddings that follows from `hidden_size`; in place."""
     before = embedding_scale(teacher)
     after = embedding_scale(student)
@@ -196,7 +200,7 @@ def _same_embedding_scale(teacher: nn.Module, student: nn.Module, layout: Layout
     change = after / before
     if abs(change - 1) < 1e-2:  # rounding of a factor in 16 bits
         return
-    embedding = _weight_of(bare(student).get_input_embeddings())  # type: ignore[operator]
+    embedding = _weight_of(unwrap_peft(student).get_input_embeddings())  # type: ignore[operator]
     embedding.div_(change)
     if find_head(student).linear.weight is embedding:
         last = [(name, norm) for name, norm, _ in layout.norms(teacher) if layout.layer_of(name + ".") is None]
@@ -209,7 +213,7 @@ def _same_embedding_scale(teacher: nn.Module, student: nn.Module, layout: Layout
         scale_norm(student.get_submodule(name), str(rms_norm_form(norm, gradients=False)), change)
 
 
-def _check_norms(teacher: nn.Module, layout: Layout) -> None:
+def _check_norms(teacher: nn.Module, layout: WidthLayout) -> None:
     """Refuse norms over channels that are cut which are no RMSNorm."""
     known: dict[type, bool] = {}
     for name, module, block in layout.norms(teacher):
@@ -223,7 +227,7 @@ def _check_norms(teacher: nn.Module, layout: Layout) -> None:
             )
 
 
-def _renamed(name: str, layout: Layout, layers: Sequence[int]) -> str | None:
+def _renamed(name: str, layout: WidthLayout, layers: Sequence[int]) -> str | None:
     """Return a module's name in the student; None where its layer goes."""
     layer = layout.layer_of(name + ".")
     if layer is None:

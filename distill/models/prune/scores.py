@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 
-class Score:
+class ImportanceScore:
     """Aggregate of activations over tokens.
 
     Attributes:

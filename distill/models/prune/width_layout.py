@@ -64,7 +64,7 @@ class Columns(NamedTuple):
     experts: int
 
 
-class Layout(NamedTuple):
+class WidthLayout(NamedTuple):
     """Layout of a model's parameters.
 
     Attributes:
@@ -164,7 +164,7 @@ def without_memory(config: PreTrainedConfig) -> nn.Module:
         raise ValueError(f"student.from_teacher: {type(config).__name__} cannot have other widths: {cause}") from error
 
 
-class Growth:
+class WidthProbe:
     """Growth of the parameters of a configuration's model with each width, from models that differ in one of them.
 
     Args:
@@ -180,7 +180,7 @@ class Growth:
         self.head_width = attention_sizes(without_layers(config.get_text_config()))[2]
         self.axes = axes
         self.model = model = without_memory(config)
-        self._slopes = {name: [_Slope(size) for size in shape] for name, shape in _shapes(model).items()}
+        self._slopes = {name: [SizePerWidth(size) for size in shape] for name, shape in _shapes(model).items()}
         before = full
         wide = full._replace(hidden=2 * full.hidden)
         changes: list[tuple[Axis, Widths]] = [("hidden", wide)] if {"hidden", "heads"} & set(axes) else []
@@ -219,7 +219,7 @@ class Growth:
                     found[place] = Columns(axis, total, dims[0].size if len(dims) > 2 else mine.experts)
         return found
 
-    def layout(self, orders: Mapping[str, Order]) -> Layout:
+    def layout(self, orders: Mapping[str, Order]) -> WidthLayout:
         """Return the layout of the axes that will be cut.
 
         Args:
@@ -239,12 +239,12 @@ class Growth:
             ]
             dims[name] = tuple(tuple(block for block in blocks if block.axis in cut) for blocks in held)
         prefix = find_layers(self.model)[0] + "."
-        layout = Layout({name: found for name, found in dims.items() if any(found)}, prefix, self.full, self.mlps)
+        layout = WidthLayout({name: found for name, found in dims.items() if any(found)}, prefix, self.full, self.mlps)
         _check(layout, self.model, self.axes)
         return layout
 
 
-class _Slope:
+class SizePerWidth:
     """Growth of one dimension's size with each width."""
 
     def __init__(self, size: int) -> None:
@@ -286,7 +286,9 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _note(slopes: dict[str, list[_Slope]], axis: Axis, shapes: Sequence[dict[str, tuple[int, ...]]], more: int) -> None:
+def _note(
+    slopes: dict[str, list[SizePerWidth]], axis: Axis, shapes: Sequence[dict[str, tuple[int, ...]]], more: int
+) -> None:
     """Note by how much each dimension grew, for each unit of an axis that was added."""
     before, after = shapes
     if before.keys() != after.keys():
@@ -302,7 +304,7 @@ def _note(slopes: dict[str, list[_Slope]], axis: Axis, shapes: Sequence[dict[str
                 slope.by[axis] = (large - small) // more
 
 
-def _check(layout: Layout, model: nn.Module, axes: Collection[Axis]) -> None:
+def _check(layout: WidthLayout, model: nn.Module, axes: Collection[Axis]) -> None:
     """Refuse what is not channels, heads or columns of plain modules."""
     kind = type(model).__name__
     for axis in axes:

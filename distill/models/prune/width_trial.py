@@ -24,7 +24,7 @@ from distill.models.patch.swaps import EPSILONS
 from distill.models.prune.experts import MaskedRouters, expert_modules, expert_statistics, largest_experts
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config, trial_ids
-from distill.models.prune.width_layout import Axis, Growth, Layout, Order
+from distill.models.prune.width_layout import Axis, Order, WidthLayout, WidthProbe
 from distill.models.prune.widths import Widths, widths_of, with_widths, without_layers
 from distill.models.routing import routing_of
 from distill.recipe.from_teacher import COLUMN_AXES
@@ -36,10 +36,10 @@ KEPT = 32
 TOLERANCE = 1e-3  # relative, of float32
 EPSILON = 1e-12  # of the small models' norms, whose own epsilons a cut does not scale
 ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
-_proven: dict[tuple[str, str, tuple[str, ...]], Layout | str] = {}
+_proven: dict[tuple[str, str, tuple[str, ...]], WidthLayout | str] = {}
 
 
-def verified_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
+def verified_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> WidthLayout:
     """Return the layout of a configuration's model for these axes, tried out on a small model.
 
     Args:
@@ -71,11 +71,11 @@ def axes_of(full: Widths, widths: Widths) -> list[Axis]:
     return [*cut, "heads"] if heads else cut
 
 
-def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
+def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> WidthLayout:
     tried: list[str] = []
     several = [axis for axis in ("heads", *COLUMN_AXES) if axis in axes]
-    growth = Growth(config, axes)
-    found: list[Layout] = []
+    growth = WidthProbe(config, axes)
+    found: list[WidthLayout] = []
     for each in itertools.product(ORDERS, repeat=len(several)):
         orders = dict(zip(several, each, strict=True))
         layout = growth.layout(orders)
@@ -84,7 +84,7 @@ def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
         found.append(layout)
         try:
             small = small_config(config)
-            error = _error_of_small(small, axes, Growth(small, axes).layout(orders))
+            error = _error_of_small(small, axes, WidthProbe(small, axes).layout(orders))
         except (RuntimeError, ArithmeticError, LookupError, AttributeError, TypeError) as fault:
             raise ValueError(
                 f"student.from_teacher: a small {type(config).__name__} cannot be cut along {', '.join(axes)}: "
@@ -124,7 +124,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _error_of_small(small: PreTrainedConfig, axes: Collection[Axis], layout: Layout) -> float:
+def _error_of_small(small: PreTrainedConfig, axes: Collection[Axis], layout: WidthLayout) -> float:
     """Return the relative error of a small cut model's logits."""
     full = layout.full
     with torch.random.fork_rng(devices=[]):
@@ -180,7 +180,7 @@ def _error_of_small(small: PreTrainedConfig, axes: Collection[Axis], layout: Lay
 
 
 @torch.no_grad()
-def _draw(model: nn.Module, layout: Layout) -> None:
+def _draw(model: nn.Module, layout: WidthLayout) -> None:
     """Draw weights so large that every part of the model counts, and norms of all sizes."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -193,7 +193,7 @@ def _draw(model: nn.Module, layout: Layout) -> None:
 
 
 @torch.no_grad()
-def _zero_the_rest(model: nn.Module, selection: Selection, layout: Layout) -> None:
+def _zero_the_rest(model: nn.Module, selection: Selection, layout: WidthLayout) -> None:
     """Set what is dropped to zero, experts aside, and norms, through which zeros pass."""
     apart = {f"{name}.weight" for name, _, _ in layout.norms(model)}
     parts = {axis: kept for axis, kept in selection.parts.items() if axis != "experts"}

@@ -17,8 +17,8 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
-from distill.models.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
-from distill.models.head import HeadWeights, LogitTransform, bare, decoder_of, find_head, last_hidden, read_head
+from distill.models.fp8_teacher import ModelPart, in_fp8, parts_of, quantise, quantise_part
+from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head, unwrap_peft
 from distill.models.quantised_checkpoints import is_quantised
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import LogitTransforms
@@ -43,11 +43,13 @@ class Fp8Teacher(LoadedTeacher):
         if not is_quantised(self.model):
             quantise(self.model, self.skip)
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         if is_quantised(self.model):
             cost = "quantised while it was loaded, since it does not fit whole: the cost is not measured"
         else:
-            cost = str(quantise_and_measure(self.model, self.hidden, batch, student, pairing, self.skip))
+            cost = str(quantise_and_measure(self.model, self.hidden, batch, student, alignment, self.skip))
         return [f"{'fp8':<12}{cost}"]
 
 
@@ -123,7 +125,7 @@ def quantise_and_measure(
     format: HiddenFormat,
     batch: Batch,
     student: nn.Module | None,
-    pairing: VocabularyAlignment,
+    alignment: VocabularyAlignment,
     skip: Sequence[str] = (),
 ) -> Fp8Cost:
     """Quantise the teacher in place and measure the divergence from before.
@@ -139,7 +141,7 @@ def quantise_and_measure(
     Raises:
         ValueError: the teacher has no linear layer whose sizes divide by 16, or not what `skip` names.
     """
-    before = Before(teacher, format, batch, pairing.vocab_size)
+    before = Before(teacher, format, batch, alignment.vocab_size)
     hidden = None
     if student is not None:
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
@@ -148,7 +150,7 @@ def quantise_and_measure(
     layers = quantise(teacher, skip)
     of_student = None
     if student is not None and hidden is not None:
-        of_student = before.divergence(hidden, read_head(find_head(student)), pairing.student)
+        of_student = before.divergence(hidden, read_head(find_head(student)), alignment.student)
     return Fp8Cost(layers, before.moved(), of_student, skip)
 
 
@@ -187,9 +189,9 @@ def fp8_offers(
     Raises:
         ValueError: a model without a list of layers.
     """
-    whole = bare(teacher)
+    whole = unwrap_peft(teacher)
     before = Before(teacher, format, batch)
-    price = dict[Part, float]()
+    price = dict[ModelPart, float]()
     for part in parts_of(whole):
         with in_fp8(whole, part):
             price[part] = before.moved() / part.weights

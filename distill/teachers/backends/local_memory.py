@@ -18,7 +18,7 @@ from distill.models.dtypes import Precision
 from distill.models.fp8_teacher import find_skipped
 from distill.models.gpu_specs import has_fp8
 from distill.models.meta_models import meta_student
-from distill.models.shape import USABLE, Shape
+from distill.models.shape import USABLE, ModelSizes
 from distill.recipe import LoadedTeacherConfig
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
@@ -79,7 +79,7 @@ def loading_bytes(source: LocalPlan, precision: Precision) -> float:
     return float(meta.shape.parameters * precision.teacher.itemsize + weights)
 
 
-def placed_bytes(section: LoadedTeacherConfig, shape: Shape, precision: Precision) -> float:
+def placed_bytes(section: LoadedTeacherConfig, shape: ModelSizes, precision: Precision) -> float:
     """Return the bytes of an unsharded teacher's weights on its device; offloaded layers are not counted."""
     size = precision.teacher.itemsize
     if section.offload is not None:

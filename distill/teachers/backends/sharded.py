@@ -67,7 +67,9 @@ def load_sharded_teacher(
             two = range(min(2, config.get_text_config().num_hidden_layers))
             small = AutoModelForCausalLM.from_config(cut_config(config, two), **options).eval()
         backend = attention(small)
-        report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=backend).verdicts)
+        report = patch(
+            model, "teacher", attention=backend, judged=patch(small, "teacher", attention=backend).trial_results
+        )
         del small
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     shard_teacher(model)

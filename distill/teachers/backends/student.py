@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distill.core.tensor_files import write_tensors
-from distill.models.head import bare
+from distill.models.head import unwrap_peft
 from distill.teachers.backends.local import LoadedTeacher, LocalPlan, truncated
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.load_context import LoadContext
@@ -55,7 +55,7 @@ class AveragedTeacher(LoadedTeacher):
             ValueError: They are not the same weights by name.
         """
         own = dict(self.model.named_parameters())
-        theirs = dict(bare(student).named_parameters())
+        theirs = dict(unwrap_peft(student).named_parameters())
         if own.keys() != theirs.keys():
             raise ValueError(f"teacher.ema: expected the student's weights, got {min(own.keys() ^ theirs.keys())}")
         self.average = self.average or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}

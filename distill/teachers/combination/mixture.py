@@ -24,7 +24,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from distill.core.ranks import is_main_process
-from distill.data.collator import BatchColumns, Collator, Row
+from distill.data.collator import BatchColumns, BatchRow, Collator
 from distill.generation.engines import greedy_responses
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
@@ -58,7 +58,7 @@ class MixtureFormat(FusedFormat):
         heads = {f"teachers.{number}": columns for number, columns in enumerate(self.properties.columns)}
         return pairing_of(student, {"student": rows, **heads}, vocab_size)
 
-    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+    def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         targets: Any = call.inputs.targets
         with contextlib.ExitStack() as opened:
             heads = None
@@ -68,7 +68,7 @@ class MixtureFormat(FusedFormat):
                     TeacherHead(hidden, head.weight, share, head.bias, member.transform.scale, member.transform.softcap)
                     for hidden, head, share, member in zip(targets, weights, self.weights, self.members, strict=True)
                 ]
-            arguments = pairing.arguments(call) | {"return_stats": call.inputs.statistics}
+            arguments = alignment.arguments(call) | {"return_stats": call.inputs.statistics}
             fused: Any = loss
             return fused(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
 
@@ -199,7 +199,9 @@ class MixtureColumns:
 
     members: Sequence[Sequence[BatchColumns]]
 
-    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
+    ) -> dict[str, torch.Tensor]:
         return {
             f"member{number}_{name}": value
             for number, columns in enumerate(self.members)

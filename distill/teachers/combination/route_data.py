@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.collator import BatchColumns, Collator, Row
+from distill.data.collator import BatchColumns, BatchRow, Collator
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
-from distill.data.tokenise import Batch, Document, Encoder, RowEncoder
+from distill.data.tokenise import Encoder, RowBatch, RowEncoder, TokenisedDocument
 from distill.teachers.rows.context.data import ContextColumns
 from distill.teachers.rows.reading import PREFIX
 from distill.teachers.rows.retokenised.data import CrossColumns
@@ -44,7 +44,7 @@ class OfRoute(NamedTuple):
         names: Columns of all routes; a teacher's tokens that the document lacks equal the student's.
     """
 
-    document: Document
+    document: TokenisedDocument
     route: int
     names: Sequence[str]
 
@@ -104,8 +104,8 @@ class RoutedEncoder(Encoder):
         readers = [[route, reader.settings()] for route, reader in self.readers.items()]
         return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route]), *readers]
 
-    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
-        groups: list[Batch] = [[] for _ in self.routes]
+    def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
+        groups: list[RowBatch] = [[] for _ in self.routes]
         for number, row in batch:
             with tally.row(number):
                 name: object = self.route or self.routes[0]  # any route for a faulty row, which is counted below
@@ -122,7 +122,7 @@ class RoutedEncoder(Encoder):
                 yield OfRoute(document, route, tuple(self.columns))
 
 
-def places_by_route(row: Row) -> dict[int, Places]:
+def places_by_route(row: BatchRow) -> dict[int, Places]:
     """Return the places of each route's documents in a row, by reading."""
     readings = [reading for reading in READ if f"{reading}input_ids" in row]
     bounds = [document_bounds(row[f"{reading}position_ids"]) for reading in readings]
@@ -134,7 +134,7 @@ def places_by_route(row: Row) -> dict[int, Places]:
     return found
 
 
-def row_at(row: Row, places: Places) -> dict[str, np.ndarray]:
+def row_at(row: BatchRow, places: Places) -> dict[str, np.ndarray]:
     """Return the documents at some places of a row, as a row of their own."""
     found = {
         reading + name: np.asarray(row[reading + name])[at] for reading, at in places.items() for name in READ[reading]
@@ -153,7 +153,7 @@ def row_at(row: Row, places: Places) -> dict[str, np.ndarray]:
 class RouteRows(Sequence[Mapping[str, np.ndarray]]):
     """Documents of one route in some rows; a row without any has no tokens."""
 
-    def __init__(self, rows: Sequence[Row], route: int) -> None:
+    def __init__(self, rows: Sequence[BatchRow], route: int) -> None:
         self.rows = rows
         self.route = route
 
@@ -176,7 +176,9 @@ class RouteColumns:
 
     members: Sequence[Sequence[BatchColumns]]
 
-    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
+    ) -> dict[str, torch.Tensor]:
         """Return the columns; see the head of this file.
 
         Raises:

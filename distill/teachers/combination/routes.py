@@ -21,7 +21,7 @@ from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
 from distill.objectives.hidden import pairing_of
 from distill.objectives.losses import PER_ROUTE, LossOfParts, LossSpec, TargetLoss
-from distill.objectives.measure import together
+from distill.objectives.measure import combine_measures
 from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
     Batch,
@@ -89,7 +89,7 @@ class RoutedFormat(TargetFormat):
         each = [member.properties for member in self.members]
         self.properties = TargetProperties(
             tuple(column for own in each for column in own.columns),
-            together([own.measure for own in each]),
+            combine_measures([own.measure for own in each]),
             "; ".join(dict.fromkeys(own.caveat for own in each if own.caveat)) or None,
             frozenset.intersection(*(own.divergences for own in each)),
             self.routes,
@@ -103,17 +103,17 @@ class RoutedFormat(TargetFormat):
         for member in self.members:
             if not isinstance(member, SpansFormat):
                 heads |= {f"teachers.{len(heads) - 1}": columns for columns in member.properties.columns}
-        pairing = pairing_of(student, heads, vocab_size)
+        alignment = pairing_of(student, heads, vocab_size)
         for member in self.members:
             if isinstance(member, TopKFormat):
-                member.pair(student, pairing.columns, None)  # raises where a token is none of all models'
-        return pairing
+                member.pair(student, alignment.columns, None)  # raises where a token is none of all models'
+        return alignment
 
-    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> RoutedLoss:
-        return RoutedLoss([member.loss(section, pairing) for member in self.members], counts=True)
+    def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> RoutedLoss:
+        return RoutedLoss([member.loss(section, alignment) for member in self.members], counts=True)
 
-    def held_out(self, pairing: VocabularyAlignment) -> RoutedLoss:
-        return RoutedLoss([member.held_out(pairing) for member in self.members], counts=False)
+    def held_out(self, alignment: VocabularyAlignment) -> RoutedLoss:
+        return RoutedLoss([member.held_out(alignment) for member in self.members], counts=False)
 
     def likeliest(self, targets: object, rows: torch.Tensor, most: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert isinstance(targets, dict)
@@ -123,16 +123,16 @@ class RoutedFormat(TargetFormat):
                 found[self.routes[number]] = tokens
         return found
 
-    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overlap(self, alignment: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
             mine = call._replace(inputs=replace(call.inputs, targets=own.targets, num_items=None))
-            for share in self.members[number].overlap(pairing, mine, rows).values():
+            for share in self.members[number].overlap(alignment, mine, rows).values():
                 shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
 
-    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+    def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
@@ -147,7 +147,7 @@ class RoutedFormat(TargetFormat):
             labels[targets.rows] = flat[targets.rows]
             inputs = replace(call.inputs, targets=targets.targets, num_items=items)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
-            found = member.apply(own, pairing, mine)
+            found = member.apply(own, alignment, mine)
             if isinstance(targets.targets, SpanTargets) and isinstance(found, tuple):  # one number a span
                 total, each = found
                 spread_out = (one.new_zeros(len(flat)).index_copy(0, targets.rows, one) for one in each)
@@ -219,12 +219,14 @@ class RoutedTeacher(SeveralTeachers):
     def groups(self) -> list[list[AnyTeacher]]:
         return [member.members if isinstance(member, MixtureTeacher) else [member] for member in self.members]
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
         line = f"{'routes':<12}of the first held-out batch's trained tokens {shares}"
-        inner = (member.validate_first_batch(own, student, pairing) for _, member, own in self.batches(batch))
+        inner = (member.validate_first_batch(own, student, alignment) for _, member, own in self.batches(batch))
         return [line, *(each for lines in inner for each in lines)]
 
     def constructor(self) -> Constructor:

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import ChatOptions, template_of
-from distill.data.formats import Format
+from distill.data.formats import RowFormat
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.tokenise import Encoder, RowEncoder
 from distill.models.flops import sum_flops
 from distill.models.load.vocabulary import compare
 from distill.models.loading import load_tokenizer
-from distill.objectives.measure import KL, Measure, together
-from distill.recipe import Data, LoadedTeacherConfig, ModelSection, Part, Recipe
+from distill.objectives.measure import KL, DivergenceUnit, combine_measures
+from distill.recipe import Data, DataPart, LoadedTeacherConfig, ModelSection, Recipe
 from distill.recipe.teachers import TeacherDescription, teacher_prompt
 from distill.teachers.base import InnerPlan, Teacher, TeacherPlan, of_member
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -29,7 +29,7 @@ from distill.teachers.load_context import LoadContext
 from distill.teachers.rows.context.data import ContextEncoder, ContextReport, load_context_data
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossReport
-from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
+from distill.teachers.rows.retokenised.encode import PairEncoder, TokenisedReader
 from distill.teachers.rows.retokenised.teacher import CrossPlan, CrossVocabulary
 from distill.teachers.vocabulary import Match, Vocabulary
 
@@ -101,8 +101,8 @@ class SeveralPlan(TeacherPlan):
     def vocabulary(self) -> SeveralVocabulary:
         return SeveralVocabulary(self)
 
-    def measure(self) -> Measure:
-        return together([member.measure() for member in self.members])
+    def measure(self) -> DivergenceUnit:
+        return combine_measures([member.measure() for member in self.members])
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
@@ -199,7 +199,7 @@ class SeveralVocabulary(Vocabulary):
         prompts = {source.route_of(number): prompt for number, prompt in enumerate(made_prompts) if prompt is not None}
         others = {source.route_of(number): other for number, other in self.others.items()}
 
-        def encoder(format: Format, part: Part) -> RoutedEncoder:
+        def encoder(format: RowFormat, part: DataPart) -> RoutedEncoder:
             own = part.data
             options = ChatOptions.of(part.data)
 
@@ -221,8 +221,8 @@ class SeveralVocabulary(Vocabulary):
         templates = [template, *(other.readers[1].template for other in others.values())]
         return load_rows(data, encoder, templates, seed=seed, report_type=report)
 
-    def tokenizers(self) -> list[PreTrainedTokenizerBase | Reader] | None:
-        """Return the tokenizers of every teacher and, last, of the student; `Reader`s where they differ."""
+    def tokenizers(self) -> list[PreTrainedTokenizerBase | TokenisedReader] | None:
+        """Return the tokenizers of every teacher and, last, of the student; `TokenisedReader`s where they differ."""
         if self.tokenizer is None:
             return None
         if not self.others:
@@ -256,7 +256,7 @@ class SeveralVocabulary(Vocabulary):
         found = super().match(same, student_rows) if same else Match(None, "")
         routes = list(self.source.groups)
         apart = [
-            f"{routes[self.source.route_of(n)]}: {other.match([teacher_rows[n]], student_rows).verdict}"
+            f"{routes[self.source.route_of(n)]}: {other.match([teacher_rows[n]], student_rows).vocabulary_note}"
             for n, other in self.others.items()
         ]
-        return found._replace(verdict="; ".join(filter(None, [found.verdict, *apart])))
+        return found._replace(vocabulary_note="; ".join(filter(None, [found.vocabulary_note, *apart])))

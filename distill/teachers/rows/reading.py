@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distill.data.collator import BatchColumns, Collator, Row
+from distill.data.collator import BatchColumns, BatchRow, Collator
 from distill.data.load import Splits
 from distill.objectives.span_loss import Spans, SpanTargets
 from distill.objectives.targets import Batch, Targets
@@ -166,7 +166,9 @@ class ReadingColumns:
 
     inner: Sequence[BatchColumns] = ()
 
-    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
+    ) -> dict[str, torch.Tensor]:
         """Return the teacher's batch of the rows, under names with the prefix.
 
         Raises:
@@ -178,6 +180,6 @@ class ReadingColumns:
         return {PREFIX + name: value for name, value in own(list(map(self.teacher_row, rows))).items()}
 
     @staticmethod
-    def teacher_row(row: Row) -> Row:
+    def teacher_row(row: BatchRow) -> BatchRow:
         """Return the teacher's reading of a row: `input_ids`, `labels` at the compared tokens, `position_ids`."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ import torch
 
 from distill_kernels.attention.flash_backward import backward_on_triton
 from distill_kernels.attention.operands import (
-    Masking,
+    ScoreSettings,
     Tiles,
     aligned,
     autotune_tiles,
@@ -98,7 +98,7 @@ def _forward_kernel(
     kv_head = head // group
     m = tile * BLOCK_M
     row = m + tl.arange(0, BLOCK_M)
-    start, inside, outside, end, low, high = key_tiles(
+    start, full_begin, full_end, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
     # a part of the keys: its maximum, sum and output are merged afterwards (merge_parts)
@@ -123,7 +123,7 @@ def _forward_kernel(
         if SOFTCAP:
             s, _ = softcapped(s, cap_rate, cap)
         # a branch in one loop, not two loops: those would each wait for the first of their own tiles
-        if (n < inside) | (n >= outside):
+        if (n < full_begin) | (n >= full_end):
             column = n + tl.arange(0, BLOCK_N)
             keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
             s = tl.where(keep, s, float("-inf"))
@@ -155,7 +155,7 @@ def forward_on_triton(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    masking: Masking,
+    masking: ScoreSettings,
     tile: Tiles | None = None,
     parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,10 +243,10 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks) -> Masking:
+def _masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks) -> ScoreSettings:
     """Return the masking that an op's arguments describe; without lengths of their own keys have the queries'."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    return Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
+    return ScoreSettings(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
 
 
 def _launch_forward(

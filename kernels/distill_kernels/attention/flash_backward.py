@@ -22,7 +22,7 @@ import torch
 
 from distill_kernels.attention.key_gradient import _key_gradient_kernel
 from distill_kernels.attention.operands import (
-    Masking,
+    ScoreSettings,
     Tiles,
     aligned,
     autotune_tiles,
@@ -142,7 +142,7 @@ def _query_gradient_kernel(
     kv_head = head // group
     m = tile * BLOCK_M
     row = m + tl.arange(0, BLOCK_M)
-    start, inside, outside, end, low, high = key_tiles(
+    start, full_begin, full_end, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
     if SPLIT:
@@ -162,7 +162,7 @@ def _query_gradient_kernel(
         if SOFTCAP:
             s, tanh = softcapped(s, cap_rate, cap)
         p = tl.exp2(s * score_scale - lse[:, None])
-        if (n < inside) | (n >= outside):
+        if (n < full_begin) | (n >= full_end):
             column = n + tl.arange(0, BLOCK_N)
             p = tl.where((column[None, :] >= low[:, None]) & (column[None, :] < high[:, None]), p, 0.0)
         ds = p * (dp - delta[:, None])
@@ -186,7 +186,7 @@ def backward_on_triton(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    masking: Masking,
+    masking: ScoreSettings,
     key_tile: Tiles | None = None,
     query_tile: Tiles | None = None,
     key_parts: int | None = None,

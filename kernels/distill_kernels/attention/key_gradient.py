@@ -179,8 +179,8 @@ def _key_gradient_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # One program adds up all query heads that share this key head: no atomics, and always the same order.
-    for member in range(group):
-        head = kv_head * group + member
+    for query_head_in_group in range(group):
+        head = kv_head * group + query_head_in_group
         dk, dv = _gather_queries(
             dk,
             dv,

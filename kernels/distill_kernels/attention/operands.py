@@ -26,7 +26,7 @@ from distill_kernels.tuning import autotune
 _log = logging.getLogger(__name__)
 
 
-class Masking(NamedTuple):
+class ScoreSettings(NamedTuple):
     """Scaling and masking of attention scores, as every attention function here takes them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Masking(NamedTuple):
         return log2_e, float(self.softcap), self.scale / self.softcap
 
 
-def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: ScoreSettings) -> None:
     """Check shapes, dtypes, devices and masking; ValueError names the argument that does not fit.
 
     Args:
@@ -188,7 +188,7 @@ def neighbouring_tiles(tile: Tiles) -> tuple[Tiles, ...]:
 
 
 def autotune_tiles(
-    kernel: str, q: torch.Tensor, k: torch.Tensor, masking: Masking, launch: Callable[[Tiles], object]
+    kernel: str, q: torch.Tensor, k: torch.Tensor, masking: ScoreSettings, launch: Callable[[Tiles], object]
 ) -> Tiles:
     """Return the table's tile, or its fastest neighbour on a GPU without measured tables."""
     facts = device_facts(q.device)

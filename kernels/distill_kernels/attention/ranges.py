@@ -146,13 +146,13 @@ def key_tiles(
     end = tl.maximum(last_high, 0)
     if LEFT:
         start = tl.maximum(first_low, 0) // BLOCK_N * BLOCK_N
-        inside = tl.minimum(tl.cdiv(tl.maximum(last_low, 0), BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
-        inside = tl.maximum(inside, start)
+        full_begin = tl.minimum(tl.cdiv(tl.maximum(last_low, 0), BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
+        full_begin = tl.maximum(full_begin, start)
     else:
         start = 0
-        inside = 0
-    outside = tl.maximum(inside, first_high // BLOCK_N * BLOCK_N)
-    return start, inside, outside, end, low, high
+        full_begin = 0
+    full_end = tl.maximum(full_begin, first_high // BLOCK_N * BLOCK_N)
+    return start, full_begin, full_end, end, low, high
 
 
 @triton.jit

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import reference_mask, reference_ranges
 
 
-def kept_scores(masking: Masking, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def kept_scores(masking: ScoreSettings, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """Return the mask of unmasked scores: bool, broadcastable to [B, H, Tq, Tk]."""
     if masking.cu_seqlens_q is None or masking.cu_seqlens_k is None:
         return reference_mask(queries, keys, masking.causal, masking.window, device)
@@ -25,7 +25,7 @@ def kept_scores(masking: Masking, batch: int, queries: int, keys: int, device: t
     return (column >= low) & (column < high)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, masking: Masking) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores(q: torch.Tensor, k: torch.Tensor, masking: ScoreSettings) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masked scores [B, H, Tq, Tk] and the factor by which a soft cap dampens their gradient."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.transpose(-1, -2) * masking.scale
@@ -43,7 +43,7 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: ScoreSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [B, H, Tq, D] and lse [B, H, Tq]; a query without keys gives zeros and -inf, or its sink."""
     dtype = _computed_in(q.dtype)
@@ -63,7 +63,7 @@ def reference_attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    masking: Masking,
+    masking: ScoreSettings,
 ) -> list[torch.Tensor]:
     """Return dq, dk, dv and, with sinks, dsinks, by the formulas of `flash_backward.py`."""
     dtype = _computed_in(q.dtype)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.decoding.common import Scratch, dependent_launch_options, prefetch, wait_for_previous_kernel
 from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
@@ -92,7 +92,7 @@ def reference_decode_step_attention(
     cached.values[sequence, at] = v[:, 0].to(cached.values)
     keys = cached.keys.transpose(1, 2)
     values = cached.values.transpose(1, 2)
-    masking = Masking(True, shape.scale, shape.window)
+    masking = ScoreSettings(True, shape.scale, shape.window)
     out.copy_(reference_decode_attention(q, keys, values, cached.lengths, masking).reshape(batch, -1))
 
 

@@ -37,7 +37,7 @@ MAX_ROWS = 128
 PREFETCHED = 16 << 10  # bytes of the weight that a program prefetches before it waits for the previous kernel
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """Launch shape of a GEMM: columns of y and of x at a time, splits of the inner dimension, warps, stages."""
 
     outputs: int
@@ -225,12 +225,12 @@ def _product_kernel(
         tl.store(at, y, mask=inside)
 
 
-def tiles_of(product: Product, tile: Tile) -> int:
+def tiles_of(product: Product, tile: DecodeTile) -> int:
     """Return the number of tiles along the outputs."""
     return sum(cdiv(weight.shape[0], tile.outputs) for weight in product.weights)
 
 
-def scratch_of(rows: int, product: Product, tile: Tile) -> tuple[int, int]:
+def scratch_of(rows: int, product: Product, tile: DecodeTile) -> tuple[int, int]:
     """Return the elements and counters of `Scratch` that a product needs."""
     tiles = tiles_of(product, tile)
     block_m = max(16, next_power_of_2(rows))
@@ -239,7 +239,7 @@ def scratch_of(rows: int, product: Product, tile: Tile) -> tuple[int, int]:
     return tiles * tile.splits * block_m * tile.outputs * (1 if product.up is None else 2), tiles
 
 
-def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch: Scratch, tile: Tile) -> None:
+def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch: Scratch, tile: DecodeTile) -> None:
     """Launch a product; what the buffers hold is not checked, since a step's own code calls this.
 
     Args:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.decoding.attention import AttentionConfig, AttentionSpec
-from distill_kernels.decoding.fused_linear import Product, Tile
+from distill_kernels.decoding.fused_linear import DecodeTile, Product
 from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts, next_power_of_2
 
 # families on which `scripts.bench decode_step` found a step of these kernels faster than a model's own layers on our
@@ -15,21 +15,26 @@ from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts,
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
 MAX_CHUNKS = 32
 # q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, as searched on the families above
-TILES_OVER_64_ROWS = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
+TILES_OVER_64_ROWS = (
+    DecodeTile(32, 128, 1, 4, 4),
+    DecodeTile(16, 128, 1, 4, 5),
+    DecodeTile(64, 64, 1, 4, 5),
+    DecodeTile(64, 128, 4, 8, 4),
+)
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """Launch shapes of a layer's GEMMs, of the LM head and of the attention."""
 
-    qkv: Tile
-    out: Tile
-    gate_up: Tile
-    down: Tile
+    qkv: DecodeTile
+    out: DecodeTile
+    gate_up: DecodeTile
+    down: DecodeTile
     attention: AttentionConfig
-    head: Tile
+    head: DecodeTile
 
 
-def fit_shared_memory(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: DeviceFacts) -> Tile:
+def fit_shared_memory(tile: DecodeTile, rows: int, weight_bytes: int, gated: bool, facts: DeviceFacts) -> DecodeTile:
     """Return `tile` with as many stages, and columns of x at a time, as fit into shared memory."""
     columns = max(16, next_power_of_2(rows))
     outputs, inputs, splits, warps, stages = tile
@@ -42,10 +47,10 @@ def fit_shared_memory(tile: Tile, rows: int, weight_bytes: int, gated: bool, fac
         stages -= 1
     while inputs > 16 and needed(inputs, stages) > facts.shared_bytes:
         inputs //= 2
-    return Tile(outputs, inputs, splits, warps, stages)
+    return DecodeTile(outputs, inputs, splits, warps, stages)
 
 
-def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
+def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> DecodeTile:
     """Return the tile that `scripts.bench decode_step` found on an H200, for 1 to 64 rows and 0.1 to 1.2 B parameters.
 
     Narrow tiles with many loads in flight, since latency bounds a step. Few programs that each go through a
@@ -59,18 +64,18 @@ def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
     many_rows = rows > 32
     warps = 4 if rows <= 64 else 8
     if gated and many_rows:
-        tile = Tile(64, 64, 1, warps, 6) if many_outputs else Tile(32, 128, 1, warps, 4)
+        tile = DecodeTile(64, 64, 1, warps, 6) if many_outputs else DecodeTile(32, 128, 1, warps, 4)
     elif gated:
-        tile = Tile(32, 128, 1, warps, 4) if many_outputs else Tile(32, 64, 1, warps, 6)
+        tile = DecodeTile(32, 128, 1, warps, 4) if many_outputs else DecodeTile(32, 64, 1, warps, 6)
     elif inputs > outputs:
         splits = 4 if 4 * cdiv(outputs, 32) <= facts.multiprocessors * 3 // 4 else 2
-        tile = Tile(32, 128, splits, warps, 4 if splits == 4 else 6)
+        tile = DecodeTile(32, 128, splits, warps, 4 if splits == 4 else 6)
     elif inputs >= 1024 and product.adds:
-        tile = Tile(32, 128, 2, warps, 6)
+        tile = DecodeTile(32, 128, 2, warps, 6)
     elif inputs >= 768 and not product.adds and (many_rows or many_outputs):
-        tile = Tile(32, 128, 1, warps, 6)
+        tile = DecodeTile(32, 128, 1, warps, 6)
     else:
-        tile = Tile(32, 64, 1, warps, 8) if many_outputs else Tile(16, 64, 1, warps, 6)
+        tile = DecodeTile(32, 64, 1, warps, 8) if many_outputs else DecodeTile(16, 64, 1, warps, 6)
     return tile
 
 
@@ -80,7 +85,7 @@ def choose_plan(
     heads: AttentionSpec,
     slots: int,
     device: torch.device,
-) -> Plan:
+) -> DecodePlan:
     """Return the launch shapes for `rows` sequences of up to `slots` tokens and a layer's qkv, o, gate-up and down."""
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
@@ -99,10 +104,10 @@ def choose_plan(
     keys = 32 if not small or (crowded and rows > 64) else 64
     config = AttentionConfig(keys, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
     if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
-        out = fit_shared_memory(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
+        out = fit_shared_memory(DecodeTile(32, 64, 1, out.warps, 8), rows, size, False, facts)
     elif rows <= 32 and pairs > 64 and qkv.inputs == 128:  # beside about one a multiprocessor, smaller parts
-        qkv = fit_shared_memory(Tile(32, 128, 2, qkv.warps, 4), rows, size, False, facts)
+        qkv = fit_shared_memory(DecodeTile(32, 128, 2, qkv.warps, 4), rows, size, False, facts)
     head_warps = 8 if facts.warp_size == 32 or rows > 32 else 4  # eight wavefronts of CDNA 3 spill
-    head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4)
+    head = DecodeTile(128 if rows <= 64 else 64, 64, 1, head_warps, 4)
     head = fit_shared_memory(head, rows, size, False, facts)
-    return Plan(qkv, out, gate_up, down, config, head)
+    return DecodePlan(qkv, out, gate_up, down, config, head)

@@ -27,7 +27,7 @@ from distill_kernels.decoding.common import (
     sum_block,
     wait_for_previous_kernel,
 )
-from distill_kernels.decoding.fused_linear import PREFETCHED, Tile
+from distill_kernels.decoding.fused_linear import PREFETCHED, DecodeTile
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.sampling import reference_sample
 
@@ -262,14 +262,16 @@ class TileScores(NamedTuple):
     columns: torch.Tensor
 
     @classmethod
-    def allocate(cls, rows: int, columns: int, tile: Tile, device: torch.device) -> TileScores:
+    def allocate(cls, rows: int, columns: int, tile: DecodeTile, device: torch.device) -> TileScores:
         """Return empty buffers for `rows` rows and `columns` columns of the vocabulary."""
         tiles = cdiv(cdiv(columns, 4), tile.outputs // 4)
         numbers = torch.empty(FIELDS, rows, tiles, dtype=torch.float32, device=device)
         return cls(numbers, torch.empty(rows, tiles, dtype=torch.int32, device=device))
 
 
-def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, found: TileScores, tile: Tile) -> None:
+def score_tokens(
+    stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, found: TileScores, tile: DecodeTile
+) -> None:
     """Launch the head's product with sampling noise and fill `found`.
 
     Args:

@@ -181,7 +181,7 @@ def _launch_backward(
         HAS_WEIGHT=weight is not None,
         NEED_SUMS=need_sums and not apart,
         SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
-        TWICE=config.twice and low_precision,
+        REREAD_FP32=config.twice and low_precision,
         DEPENDENT_LAUNCH=dependent_launch,
         STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
         num_warps=config.warps,

@@ -6,7 +6,7 @@ The formulas stand in `layer_norm.py`, which launches them.
 from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
-from distill_kernels.layers.row_layout import hide_from_compiler
+from distill_kernels.layers.row_layout import force_recompute
 
 
 @triton.jit
@@ -150,11 +150,11 @@ def _backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     NEED_SUMS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
-    TWICE: tl.constexpr,
+    REREAD_FP32: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """SUM_ROWS: rows of a tile lie in the same threads, and share their sums. TWICE: x and dy are made fp32 twice.
+    """SUM_ROWS: rows of a tile lie in the same threads and share their sums. REREAD_FP32: x and dy are made fp32 twice.
 
     Between a row's loads and its dx lie the sums over it, for which all warps wait. Kept in fp32 meanwhile, n and dn
     take twice the registers of the 16 bits that they come from.
@@ -192,19 +192,19 @@ def _backward_kernel(
         dnormed = dy
         if HAS_WEIGHT:
             dnormed = dy * weight.to(tl.float32)[None, :]
-        total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
-        if TWICE:
-            x = hide_from_compiler(x_16_bit, zero).to(tl.float32)
-            dnormed = hide_from_compiler(dy_16_bit, zero).to(tl.float32)
+        total, sum_dn_n = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
+        if REREAD_FP32:
+            x = force_recompute(x_16_bit, zero).to(tl.float32)
+            dnormed = force_recompute(dy_16_bit, zero).to(tl.float32)
             if HAS_WEIGHT:
                 dnormed = dnormed * weight.to(tl.float32)[None, :]
             if BLOCK_H > 4096:
                 normed = (x - mean) * rstd
-        if TWICE and BLOCK_H <= 4096:
-            slope = along * rstd * rstd / H
+        if REREAD_FP32 and BLOCK_H <= 4096:
+            slope = sum_dn_n * rstd * rstd / H
             dx = dnormed * rstd - (total * rstd / H - mean * slope) - x * slope
         else:
-            dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)
+            dx = dnormed * rstd - total * rstd / H - normed * (sum_dn_n * rstd / H)
         tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_SUMS:
         partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H  # [programs, 2, H]

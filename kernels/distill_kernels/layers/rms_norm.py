@@ -165,7 +165,7 @@ def _launch_backward(
             HAS_DSUM=dsum is not None,
             STORE_CAST=cast_dtype is not None,
             NEED_DWEIGHT=need_dweight,
-            TWICE=config.twice and low_precision,
+            REREAD_FP32=config.twice and low_precision,
             DEPENDENT_LAUNCH=dependent_launch,
             STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,

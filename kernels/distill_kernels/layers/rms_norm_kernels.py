@@ -6,7 +6,7 @@ The formulas stand in `rms_norm.py`, which launches them.
 from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
-from distill_kernels.layers.row_layout import hide_from_compiler
+from distill_kernels.layers.row_layout import force_recompute
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -86,11 +86,11 @@ def _backward_kernel(
     HAS_DSUM: tl.constexpr,
     STORE_CAST: tl.constexpr,
     NEED_DWEIGHT: tl.constexpr,
-    TWICE: tl.constexpr,
+    REREAD_FP32: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """TWICE: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
+    """REREAD_FP32: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
@@ -110,11 +110,11 @@ def _backward_kernel(
         if NEED_DWEIGHT:
             dweight += dy * normed
         dnormed = _times_weight(dy, weight, FORM)
-        along = tl.sum(dnormed * normed, 1, keep_dims=True) / H
-        if TWICE:
-            normed = hide_from_compiler(x_16_bit, zero).to(tl.float32) * rstd
-            dnormed = _times_weight(hide_from_compiler(dy_16_bit, zero).to(tl.float32), weight, FORM)
-        dx = (dnormed - normed * along) * rstd
+        mean_dn_n = tl.sum(dnormed * normed, 1, keep_dims=True) / H
+        if REREAD_FP32:
+            normed = force_recompute(x_16_bit, zero).to(tl.float32) * rstd
+            dnormed = _times_weight(force_recompute(dy_16_bit, zero).to(tl.float32), weight, FORM)
+        dx = (dnormed - normed * mean_dn_n) * rstd
         if HAS_DSUM:
             dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
             dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)

@@ -99,7 +99,7 @@ def two_sums_rows(columns: int, low_precision: bool) -> RowConfig:
 
 
 @triton.jit
-def hide_from_compiler(x, zero):
+def force_recompute(x, zero):
     """Return 16-bit `x` as a value that the compiler takes for another, so that it recomputes results from it.
 
     This frees the registers of the first results. `zero` is a kernel argument, 0, and must not be specialised.

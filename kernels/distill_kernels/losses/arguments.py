@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from distill_kernels.losses.operands import Batch, Inputs
+from distill_kernels.losses.operands import Inputs, RowBatch
 from distill_kernels.losses.policy_reference import Policy
 from distill_kernels.losses.terms import Objective, plain_number
 from distill_kernels.operands import check_tensor
@@ -225,7 +225,7 @@ def can_check_values(tensor: torch.Tensor) -> bool:
     return CHECK_VALUES or tensor.device.type == "cpu"
 
 
-def check_values(batch: Batch, vocab: int, *, labels_count: bool) -> None:
+def check_values(batch: RowBatch, vocab: int, *, labels_count: bool) -> None:
     """Check that labels (if `labels_count`) and top-k ids of the rows that count lie within `vocab`.
 
     Raises:

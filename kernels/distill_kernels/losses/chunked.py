@@ -16,7 +16,7 @@ from torch import nn
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.arguments import REDUCTIONS, Lora, check_arguments, expect, unpack_lora, workspace_bytes
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, nonzero_rows, row_scales
-from distill_kernels.losses.operands import Batch, Head, Inputs, LossOutput, RequiredGrads
+from distill_kernels.losses.operands import Head, Inputs, LossOutput, RequiredGrads, RowBatch
 from distill_kernels.losses.projection import matmul_fp32
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
 from distill_kernels.losses.terms import LossTerm, make_objective
@@ -54,7 +54,7 @@ def chunk_rows(vocab: int, workspace: int | None, device: torch.device) -> int:
 
 def run_chunks(
     student: Head,
-    batch: Batch,
+    batch: RowBatch,
     required: RequiredGrads,
     row_loss: RowLoss,
     *,
@@ -93,13 +93,13 @@ class _ChunkedCall(NamedTuple):
     """Arguments of `_ChunkedFunction` beside the student's tensors; `per_row`: return each row's loss, no sum."""
 
     lora_scale: float
-    batch: Batch
+    batch: RowBatch
     required: RequiredGrads
     row_loss: RowLoss
     settings: dict[str, Any]
     per_row: bool
 
-    def run(self, head: Head, batch: Batch, required: RequiredGrads) -> LossOutput:
+    def run(self, head: Head, batch: RowBatch, required: RequiredGrads) -> LossOutput:
         with torch.autocast(head.hidden.device.type, enabled=False):
             return run_chunks(
                 head._replace(lora_scale=self.lora_scale), batch, required, self.row_loss, **self.settings
@@ -218,7 +218,7 @@ class ChunkedLoss(nn.Module):
         grad = torch.is_grad_enabled()
         required = RequiredGrads(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
         settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
-        batch = Batch(labels, scale, rows)
+        batch = RowBatch(labels, scale, rows)
         call = _ChunkedCall(lora_scale, batch, required, self._row_loss(teacher, labels), settings, per_row)
         loss: torch.Tensor = _ChunkedFunction.apply(*students, call)
         if per_row:

@@ -149,9 +149,9 @@ def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, objective: Objective) -> 
     if not objective.stable_top:
         return plain
     top = p_s > 0.5
-    rest_g = g.masked_fill(top, 0.0).sum(-1, keepdim=True)
+    g_without_top = g.masked_fill(top, 0.0).sum(-1, keepdim=True)
     rest_p = p_s.masked_fill(top, 0.0).sum(-1, keepdim=True)
-    return torch.where(top, g * rest_p - p_s * rest_g, plain)
+    return torch.where(top, g * rest_p - p_s * g_without_top, plain)
 
 
 def log_softmax(z: torch.Tensor) -> torch.Tensor:

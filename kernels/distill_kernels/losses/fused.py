@@ -1,7 +1,7 @@
 """Fused linear divergence on Triton and cuBLAS: projection, row kernel and gradients, chunk by chunk of rows.
 
 For every chunk of rows: the relative logits of both models (projection.py), then the row kernel (row_kernel.py), which
-overwrites the student's logits by their gradient `G`; with `Batch.lse` the projection writes `G` itself. For every
+overwrites the student's logits by their gradient `G`; with `RowBatch.lse` the projection writes `G` itself. For every
 group of chunks, whose `G` are adjacent in one buffer (plan.py): `dx = G W`, `dW += G^T x` and the gradients of bias and
 LoRA matrices, by cuBLAS. The buffer's size is planned beforehand.
 """
@@ -17,10 +17,10 @@ from distill_kernels.launch import cdiv, device_facts
 from distill_kernels.losses.accumulate import WeightGradient
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_row_loss
-from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads, RowCall
-from distill_kernels.losses.plan import CHUNK_ROWS, Plan, plan_chunks
+from distill_kernels.losses.operands import Head, LossOutput, RequiredGrads, RowBatch, RowCall
+from distill_kernels.losses.plan import CHUNK_ROWS, ChunkPlan, plan_chunks
 from distill_kernels.losses.policy_kernel import launch_policy_row_loss
-from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, project
+from distill_kernels.losses.projection import TILE, ChunkLogits, HardLabelRows, Transform, project
 from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
@@ -40,7 +40,14 @@ class _Workspace:
     """
 
     def __init__(
-        self, plan: Plan, vocab: int, dtype: torch.dtype, device: torch.device, *, both_temperatures: bool, models: int
+        self,
+        plan: ChunkPlan,
+        vocab: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        both_temperatures: bool,
+        models: int,
     ):
         self.vocab = vocab
         width = cdiv(vocab, 64) * 64  # rows aligned to 128 bytes
@@ -52,14 +59,16 @@ class _Workspace:
         tile_sums = torch.empty(models, sums, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
         self.tile_sums = [(model[0], model[1], model[sums - 1]) for model in tile_sums]
 
-    def student(self, first: int, rows: int) -> Logits:
+    def student(self, first: int, rows: int) -> ChunkLogits:
         """Return `rows` rows of the buffer from row `first` on, which the gradients will overwrite."""
-        return Logits(self.buffer[first : first + rows, : self.vocab], *(each[:rows] for each in self.tile_sums[0]))
+        return ChunkLogits(
+            self.buffer[first : first + rows, : self.vocab], *(each[:rows] for each in self.tile_sums[0])
+        )
 
-    def teacher(self, first: int, rows: int) -> Logits:
+    def teacher(self, first: int, rows: int) -> ChunkLogits:
         """Return the extra rows while they exist, else those after the student's, which begin at row `first`."""
         values = self.buffer[first + rows : first + 2 * rows] if self.extra is None else self.extra[:rows]
-        return Logits(values[:, : self.vocab], *(each[:rows] for each in self.tile_sums[1]))
+        return ChunkLogits(values[:, : self.vocab], *(each[:rows] for each in self.tile_sums[1]))
 
     def gradients(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the gradients that the row kernels have written to the first rows of the buffer, [rows, V]."""
@@ -69,7 +78,7 @@ class _Workspace:
 def fused_linear_divergence(
     student: Head,
     teacher: Head | Mixture | None,
-    batch: Batch,
+    batch: RowBatch,
     objective: Objective,
     required: RequiredGrads,
     *,

@@ -21,7 +21,7 @@ from distill_kernels.losses.accumulate import add_matmul_
 from distill_kernels.losses.arguments import can_check_values, check_values, expect
 from distill_kernels.losses.divergence import RowRequest, RowResult, reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
-from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
+from distill_kernels.losses.operands import Head, LossOutput, RequiredGrads, RowBatch
 from distill_kernels.losses.policy_reference import reference_policy_rows
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_reference import reference_student_top_k_rows, reference_top_k_rows
@@ -79,7 +79,7 @@ def nonzero_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
 def linear_divergence(
     student: Head,
     teacher: Head | Mixture | None,
-    batch: Batch,
+    batch: RowBatch,
     objective: Objective,
     required: RequiredGrads,
     *,
@@ -121,7 +121,7 @@ def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
 def reference_linear_divergence(
     student: Head,
     teacher: Head | Mixture | None,
-    batch: Batch,
+    batch: RowBatch,
     objective: Objective,
     required: RequiredGrads,
     *,

@@ -17,7 +17,7 @@ from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses.arguments import check_values
 from distill_kernels.losses.divergence import RowRequest, reference_rows
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS
-from distill_kernels.losses.operands import Batch
+from distill_kernels.losses.operands import RowBatch
 from distill_kernels.losses.row_functions import (
     clamp_at_zero,
     hard_gradient,
@@ -83,16 +83,16 @@ def _gradient(
     HARD: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    SUBTRACT_SUM: tl.constexpr,
-    STABLE_TOP: tl.constexpr,
+    NEEDS_G_SUM: tl.constexpr,
+    EXACT_WHEN_CONFIDENT: tl.constexpr,
 ):
     """Return `f` of a block and its gradient for the student's logits, times the row's scale."""
     f = tl.zeros_like(z)
     g = tl.zeros_like(z)
     if len(KINDS) > 0:
         f, g, p_s, _pt = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
-        if SUBTRACT_SUM:
-            g = logit_gradient(g, p_s, sums, STABLE_TOP)
+        if NEEDS_G_SUM:
+            g = logit_gradient(g, p_s, sums, EXACT_WHEN_CONFIDENT)
         g *= inverse_t
     if HARD:
         g += hard_gradient(exp(z - lse1), columns, label, lse1, V, hard, SMOOTHED, Z_LOSS)
@@ -118,8 +118,8 @@ def _logits_kernel(
     HARD: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    SUBTRACT_SUM: tl.constexpr,
-    STABLE_TOP: tl.constexpr,
+    NEEDS_G_SUM: tl.constexpr,
+    EXACT_WHEN_CONFIDENT: tl.constexpr,
     GRADIENT: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -179,10 +179,10 @@ def _logits_kernel(
             # the divergences, and sum(g) where the gradient needs it
             f_sum = tl.zeros((LANES,), tl.float32)
             g_sum = f_sum
-            rest_g = f_sum
+            g_without_top = f_sum
             rest_p = f_sum
             sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
-            if SOFT and (SUBTRACT_SUM or not GRADIENT):
+            if SOFT and (NEEDS_G_SUM or not GRADIENT):
                 for block in range(1 if IN_REGISTERS else blocks):
                     if not IN_REGISTERS:
                         columns = block * BLOCK + within
@@ -193,12 +193,12 @@ def _logits_kernel(
                     )
                     f_sum += tl.sum(f, 0)
                     g_sum += tl.sum(g, 0)
-                    if STABLE_TOP:
-                        rest_g += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
+                    if EXACT_WHEN_CONFIDENT:
+                        g_without_top += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
                         rest_p += tl.sum(tl.where(p_s > 0.5, 0.0, p_s), 0)
                 sums = tl.sum(g_sum, 0), 0.0, 0.0
-                if STABLE_TOP:
-                    sums = sums[0], tl.sum(rest_g, 0), tl.sum(rest_p, 0)
+                if EXACT_WHEN_CONFIDENT:
+                    sums = sums[0], tl.sum(g_without_top, 0), tl.sum(rest_p, 0)
             if GRADIENT:
                 for count in range(1 if IN_REGISTERS else blocks):
                     columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache
@@ -224,10 +224,10 @@ def _logits_kernel(
                         HARD,
                         SMOOTHED,
                         Z_LOSS,
-                        SUBTRACT_SUM,
-                        STABLE_TOP,
+                        NEEDS_G_SUM,
+                        EXACT_WHEN_CONFIDENT,
                     )
-                    if SOFT and not SUBTRACT_SUM:
+                    if SOFT and not NEEDS_G_SUM:
                         f_sum += tl.sum(f, 0)
                     tl.store(gradient + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
             loss = clamp_at_zero(tl.sum(f_sum, 0))
@@ -296,8 +296,8 @@ def launch_logit_rows(
         (objective.hard_weight, objective.label_smoothing, objective.z_loss),
         KINDS=objective.codes,
         TEMPERED=objective.temperature != 1.0,
-        SUBTRACT_SUM=objective.subtract_sum,
-        STABLE_TOP=objective.stable_top,
+        NEEDS_G_SUM=objective.subtract_sum,
+        EXACT_WHEN_CONFIDENT=objective.stable_top,
         GRADIENT=gradient is not None,
         IN_REGISTERS=in_registers,
         STEPS=STEPS,
@@ -358,7 +358,7 @@ def logit_rows(
     gradient: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return row losses [N] and fill `gradient` by the kernel, or by the reference where no kernel applies."""
-    batch = Batch(labels, row_scale, None).contiguous()
+    batch = RowBatch(labels, row_scale, None).contiguous()
     check_values(batch, student.shape[-1], labels_count=objective.hard_weight != 0.0)
     kernel = runs_on_triton(student) and student.dtype != torch.float64
     path = launch_logit_rows if kernel else reference_logit_rows

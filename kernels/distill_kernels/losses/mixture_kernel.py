@@ -22,7 +22,7 @@ from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import RowCall
-from distill_kernels.losses.projection import TILE, Logits, Transform, project
+from distill_kernels.losses.projection import TILE, ChunkLogits, Transform, project
 from distill_kernels.losses.row_functions import load_tiles
 from distill_kernels.losses.row_kernel import launch_row_loss, row_normalisers
 from distill_kernels.losses.terms import Objective
@@ -75,7 +75,7 @@ def _mix_kernel(
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
 
 
-def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float) -> Logits:
+def mix_in_place(mixed: ChunkLogits, other: ChunkLogits, share: float, temperature: float) -> ChunkLogits:
     """Replace the rows of `mixed` by `(1 - share) mixed + share other`, probabilities at `temperature`.
 
     `total` of both must hold sums at that temperature.
@@ -113,7 +113,7 @@ def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float)
             BLOCK=8,
             num_warps=8,
         )
-    return Logits(mixed.values, shift, total, total)
+    return ChunkLogits(mixed.values, shift, total, total)
 
 
 class TeacherMixer:
@@ -150,7 +150,9 @@ class TeacherMixer:
         self.values = torch.empty(1 + self.at_temperature_1, chunk_rows, width, dtype=dtype, device=device)[..., :vocab]
         self.numbers = torch.empty(3, chunk_rows, tiles, dtype=torch.float32, device=device)
 
-    def __call__(self, pick: Callable[[torch.Tensor], torch.Tensor], out: Logits) -> tuple[Logits, Logits | None]:
+    def __call__(
+        self, pick: Callable[[torch.Tensor], torch.Tensor], out: ChunkLogits
+    ) -> tuple[ChunkLogits, ChunkLogits | None]:
         """Return the mixture of the rows that `pick` selects from each teacher's hidden states, in the memory of `out`.
 
         `out.total_hard` must be separate memory where T is not 1 and `at_temperature_1` is set.
@@ -167,10 +169,10 @@ class TeacherMixer:
             if number == 0:
                 project(head, pick(head.hidden), out, transform, descriptors=self.descriptors)
                 if self.at_temperature_1:
-                    hard = Logits(self.values[1, :n], out.shift, out.total_hard, out.total_hard)
+                    hard = ChunkLogits(self.values[1, :n], out.shift, out.total_hard, out.total_hard)
                     hard.values.copy_(out.values)
             else:
-                other = Logits(self.values[0, :n], *(part[:n] for part in self.numbers))
+                other = ChunkLogits(self.values[0, :n], *(part[:n] for part in self.numbers))
                 project(head, pick(head.hidden), other, transform, descriptors=self.descriptors)
                 part = share / (seen + share)
                 mixed = mix_in_place(mixed, other, part, self.temperature)
@@ -181,7 +183,12 @@ class TeacherMixer:
 
 
 def launch_mixture_row_loss(
-    student: Logits, teacher: Logits, objective: Objective, call: RowCall, *, at_temperature_1: Logits | None
+    student: ChunkLogits,
+    teacher: ChunkLogits,
+    objective: Objective,
+    call: RowCall,
+    *,
+    at_temperature_1: ChunkLogits | None,
 ) -> None:
     """Launch the row kernel for a mixture; statistics come from `at_temperature_1` where that is given."""
     if at_temperature_1 is not None and call.stats is not None:

@@ -63,7 +63,7 @@ class Head(NamedTuple):
         )
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Per-token arguments of a loss.
 
     Attributes:
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
     policy: Policy | None = None
     student_top: StudentTopK | None = None
 
-    def contiguous(self) -> Batch:
+    def contiguous(self) -> RowBatch:
         """Return the batch with contiguous vectors, as kernels read them."""
         top = self.top
         if top is not None:
@@ -158,8 +158,8 @@ class LossOutput(NamedTuple):
     """Row losses [N] (scaled; 0 on skipped rows), the required statistics, and the required gradients.
 
     `lse` is set where no gradient was computed and the loss has hard labels only: log sum of exponentials at
-    temperature 1, fp32 [M], of the rows to compute in their order. Gradients follow from it later (`Batch.lse`). None
-    otherwise, and where kernels do not run.
+    temperature 1, fp32 [M], of the rows to compute in their order. Gradients follow from it later (`RowBatch.lse`).
+    None otherwise, and where kernels do not run.
     """
 
     loss: torch.Tensor

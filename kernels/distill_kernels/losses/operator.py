@@ -18,7 +18,7 @@ import torch
 from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, check_policy, expect, unpack_lora
 from distill_kernels.losses.linear import linear_divergence, nonzero_rows, row_scales
 from distill_kernels.losses.mixture import Mixture, TeacherHead, compared_teacher, flatten_teachers
-from distill_kernels.losses.operands import Batch, Head, Inputs, RequiredGrads
+from distill_kernels.losses.operands import Head, Inputs, RequiredGrads, RowBatch
 from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
 from distill_kernels.losses.terms import Objective, TokenStats
@@ -66,7 +66,7 @@ def linear_divergence_op(
     tokens = (advantages, old_logprobs, reference_logprobs)
     sampled = Policy(*tokens, PolicySettings.decode(policy)) if policy else None
     own_top = StudentTopK(student_k, tail) if student_k else None
-    batch = Batch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled, student_top=own_top)
+    batch = RowBatch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled, student_top=own_top)
     student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
     output = linear_divergence(
         student,
@@ -205,7 +205,7 @@ class _FusedLoss(torch.autograd.Function):
         return (*take_scaled_gradients(ctx, upstream), None)
 
 
-def _versions(teacher: Head | Mixture | None, batch: Batch) -> list[tuple[str, torch.Tensor, int]]:
+def _versions(teacher: Head | Mixture | None, batch: RowBatch) -> list[tuple[str, torch.Tensor, int]]:
     """Return names, tensors and versions of what backward reads again and autograd does not track."""
     heads = teacher.heads if isinstance(teacher, Mixture) else () if teacher is None else (teacher,)
     read = [(f"teacher_{name}", tensor) for head in heads for name, tensor in zip(Head._fields, head[:3], strict=False)]
@@ -337,7 +337,7 @@ def fused_loss(
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher, compared = compared_teacher(teacher_heads, mixture, objective)
         how = {"vocab": vocab, "dtype": dtype, "workspace": workspace}
-        batch = Batch(labels, scale, rows, top, no_ignored_rows, policy=policy, student_top=student_top)
+        batch = RowBatch(labels, scale, rows, top, no_ignored_rows, policy=policy, student_top=student_top)
         loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, required, how, per_row, lora[2]))
     if down is not None:
         loss = loss * down

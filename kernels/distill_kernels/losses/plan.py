@@ -36,7 +36,7 @@ MEMORY_DIVISOR = 24  # the buffer takes at most this part of the device's memory
 EXTRA_ROWS_DIVISOR = 512  # extra rows may take this part of the device's memory even where dW is smaller
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """Chunks and buffer sizes of one call.
 
     Attributes:
@@ -66,7 +66,7 @@ def plan_chunks(
     memory_bytes: int,
     workspace: int | None = None,
     weight_16_bit: bool = True,
-) -> Plan:
+) -> ChunkPlan:
     """Return the plan for `rows` tokens.
 
     Args:
@@ -80,7 +80,7 @@ def plan_chunks(
         weight_16_bit: dW has 16 bits, so that it matters how often it is rounded.
     """
     if rows == 0:
-        return Plan((), 0, 0, False)
+        return ChunkPlan((), 0, 0, False)
     row_bytes = vocab * logit_bytes
     budget = memory_bytes // MEMORY_DIVISOR if workspace is None else workspace
     max_rows = max(budget // row_bytes // ROW_MULTIPLE, models) * ROW_MULTIPLE
@@ -94,7 +94,7 @@ def plan_chunks(
             return plan
     size = _even_part_size(rows, min(max_rows // models // ROW_MULTIPLE * ROW_MULTIPLE, CHUNK_ROWS))
     groups = tuple((min(size, rows - start),) for start in range(0, rows, size))
-    return Plan(groups, models * size, 0, bool(weight_bytes) and weight_16_bit)
+    return ChunkPlan(groups, models * size, 0, bool(weight_bytes) and weight_16_bit)
 
 
 def _even_part_size(rows: int, max_rows: int) -> int:
@@ -102,7 +102,7 @@ def _even_part_size(rows: int, max_rows: int) -> int:
     return min(cdiv(cdiv(rows, cdiv(rows, max_rows)), ROW_MULTIPLE) * ROW_MULTIPLE, rows)
 
 
-def _plan_groups(rows: int, buffer: int, models: int, spare: int) -> Plan:
+def _plan_groups(rows: int, buffer: int, models: int, spare: int) -> ChunkPlan:
     """Return a plan of as few groups as the buffer allows; `spare` rows of logits may lie beside the buffer."""
     full = buffer if models == 1 else min(buffer - min(LAST_CHUNK_ROWS, buffer // 2, ROW_MULTIPLE), buffer)
     # whole GROUP_ROWS where the buffer allows them
@@ -123,7 +123,7 @@ def _plan_groups(rows: int, buffer: int, models: int, spare: int) -> Plan:
         for size in group:
             need = max(need, used + models * size)
             used += size
-    return Plan(tuple(sizes), need, extra_rows, False)
+    return ChunkPlan(tuple(sizes), need, extra_rows, False)
 
 
 def _cheapest_group(buffer: int) -> int:

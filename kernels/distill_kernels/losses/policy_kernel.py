@@ -20,7 +20,7 @@ from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses.operands import Head, RowCall
 from distill_kernels.losses.policy_reference import NO_CLIP, Policy
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.row_functions import (
     label_logprob,
     load_tiles,
@@ -270,7 +270,13 @@ def _policy_kernel(
 
 
 def launch_policy_row_loss(
-    student: Logits, teacher: Logits | None, objective: Objective, call: RowCall, *, policy: Policy, head: Head
+    student: ChunkLogits,
+    teacher: ChunkLogits | None,
+    objective: Objective,
+    call: RowCall,
+    *,
+    policy: Policy,
+    head: Head,
 ) -> None:
     """Launch the kernels over the n rows of `student`; arguments as in `launch_row_loss`.
 

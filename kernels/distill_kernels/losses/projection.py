@@ -40,7 +40,7 @@ BUFFER_COLUMNS = 4096  # columns of one cuBLAS GEMM
 LOG2_E = math.log2(math.e)
 
 
-class Logits(NamedTuple):
+class ChunkLogits(NamedTuple):
     """Relative logits of the rows of a chunk, with their tiles' shifts and sums of exponentials.
 
     Attributes:
@@ -55,8 +55,8 @@ class Logits(NamedTuple):
     total: torch.Tensor
     total_hard: torch.Tensor
 
-    def rows(self, n: int) -> Logits:
-        return Logits(self.values[:n], self.shift[:n], self.total[:n], self.total_hard[:n])
+    def rows(self, n: int) -> ChunkLogits:
+        return ChunkLogits(self.values[:n], self.shift[:n], self.total[:n], self.total_hard[:n])
 
 
 class Transform(NamedTuple):
@@ -98,7 +98,7 @@ def fits_fused_projection(head: Head, hidden: torch.Tensor) -> bool:
 def project(
     head: Head,
     hidden: torch.Tensor,
-    out: Logits,
+    out: ChunkLogits,
     transform: Transform,
     hard: HardLabelRows | None = None,
     *,
@@ -131,7 +131,7 @@ def project(
 def _project(
     head: Head,
     hidden: torch.Tensor,
-    out: Logits,
+    out: ChunkLogits,
     transform: Transform,
     hard: HardLabelRows | None,
     candidate: MatmulTile,
@@ -196,7 +196,7 @@ def projection_candidates(facts: DeviceFacts) -> tuple[MatmulTile, ...]:
 def _project_fused(
     head: Head,
     hidden: torch.Tensor,
-    out: Logits,
+    out: ChunkLogits,
     transform: Transform,
     hard: HardLabelRows | None,
     candidate: MatmulTile,
@@ -232,7 +232,7 @@ def _project_fused(
 
 
 def _project_by_cublas(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardLabelRows | None
+    head: Head, hidden: torch.Tensor, out: ChunkLogits, transform: Transform, hard: HardLabelRows | None
 ) -> None:
     n, vocab = out.values.shape
     tiles = cdiv(vocab, TILE)

@@ -79,10 +79,10 @@ def weighted_divergences(log_s, log_t, weights, parameters, KINDS: tl.constexpr)
 
 
 @triton.jit
-def logit_gradient(g, p_s, sums, STABLE_TOP: tl.constexpr):
+def logit_gradient(g, p_s, sums, EXACT_WHEN_CONFIDENT: tl.constexpr):
     """Return `g - p_s sum(g)`; sums[1] and sums[2] (of g and p_s) leave out a token of p_s > 1/2, see divergence.py."""
     plain = g - p_s * sums[0]
-    if STABLE_TOP:
+    if EXACT_WHEN_CONFIDENT:
         plain = tl.where(p_s > 0.5, g * sums[2] - p_s * sums[1], plain)
     return plain
 

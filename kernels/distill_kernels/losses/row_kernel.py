@@ -14,7 +14,7 @@ import torch
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses.operands import RowCall
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.row_functions import (
     agreement_part,
     clamp_at_zero,
@@ -75,10 +75,10 @@ def _row_normalisers_kernel(
         lse1_t = lse_t
         if TEMPERED and STATS:
             _, lse1_t = normaliser(teacher_shift + start, teacher_hard + start, tiles, 1.0, TILES)
-    norms = student_max, lse_s, lse1_s, teacher_max, lse_t, lse1_t
+    log_normalisers = student_max, lse_s, lse1_s, teacher_max, lse_t, lse1_t
     # Six planes of n, so that the ranks' parts are combined by elementwise operations.
     for i in tl.static_range(6):
-        tl.store(norms_ptr + i * norms_stride + tl.program_id(0), norms[i])
+        tl.store(norms_ptr + i * norms_stride + tl.program_id(0), log_normalisers[i])
 
 
 @triton.jit
@@ -93,15 +93,15 @@ def _gradient_sums(
     weights,
     parameters,
     KINDS: tl.constexpr,
-    STABLE_TOP: tl.constexpr,
+    EXACT_WHEN_CONFIDENT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return a row's sum of g, and with STABLE_TOP those of g and p_s without a token of p_s > 1/2."""
+    """Return a row's sum of g, and with EXACT_WHEN_CONFIDENT those of g and p_s without a token of p_s > 1/2."""
     # Partial sums stay spread over [BLOCK, TILE / 8] lanes and are folded once at the end: a reduction to a scalar in
     # every step would make all warps wait for each other.
     g_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
-    others_g = g_sum
+    g_without_top_sum = g_sum
     others_p = g_sum
     for block in range(tl.cdiv(tiles, BLOCK)):
         tile = block * BLOCK + tl.arange(0, BLOCK)
@@ -112,10 +112,10 @@ def _gradient_sums(
         g_sum += reduce_by_8(g)
         # Where one token holds more than half of p_s, g - p_s sum(g) cancels for it: its gradient is then computed from
         # the other tokens' sums (logit_gradient in row_functions.py).
-        if STABLE_TOP:
-            others_g += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
+        if EXACT_WHEN_CONFIDENT:
+            g_without_top_sum += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
             others_p += reduce_by_8(tl.where(p_s > 0.5, 0.0, p_s))
-    return tl.sum(g_sum), tl.sum(others_g), tl.sum(others_p)
+    return tl.sum(g_sum), tl.sum(g_without_top_sum), tl.sum(others_p)
 
 
 @triton.jit
@@ -143,18 +143,18 @@ def _row_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_TEACHER: tl.constexpr,
-    STABLE_TOP: tl.constexpr,
+    EXACT_WHEN_CONFIDENT: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATS: tl.constexpr,
-    SUBTRACT_SUM: tl.constexpr,
-    ONLY_SUMS: tl.constexpr,
+    NEEDS_G_SUM: tl.constexpr,
+    SUM_PASS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute one row over this rank's V of `whole_vocab` columns; loss and statistics are these columns' parts.
 
-    With SUBTRACT_SUM the gradient needs the sums of `_gradient_sums`: a sweep before, whose end the second, backwards,
-    may find in L2; or, where ranks share the vocabulary, loaded from `sums_ptr`, where a launch with ONLY_SUMS has
+    With NEEDS_G_SUM the gradient needs the sums of `_gradient_sums`: a sweep before, whose end the second, backwards,
+    may find in L2; or, where ranks share the vocabulary, loaded from `sums_ptr`, where a launch with SUM_PASS has
     stored this rank's part of them and nothing else.
 
     student, teacher: relative logits [n, V] and their tiles' shifts. tokens: labels, row scales, indices of the rows.
@@ -178,7 +178,7 @@ def _row_kernel(
     gradient_ptr += chunk_row * gradient_stride
     # A row that does not count costs one sweep of zeros over its gradient, and reads no logits.
     if scale == 0.0:
-        if not ONLY_SUMS:
+        if not SUM_PASS:
             skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
@@ -193,7 +193,7 @@ def _row_kernel(
     teacher_shift_ptr += chunk_row * tiles
     sums = 0.0, 0.0, 0.0
     # First sweep, forwards: dL/dz = g - p_s sum(g) needs the whole row's sum before any element can be written.
-    if ONLY_SUMS or (SUBTRACT_SUM and sums_ptr is None):
+    if SUM_PASS or (NEEDS_G_SUM and sums_ptr is None):
         sums = _gradient_sums(
             (student_ptr, student_shift_ptr),
             (teacher_ptr, teacher_shift_ptr),
@@ -205,15 +205,15 @@ def _row_kernel(
             weights,
             parameters,
             KINDS,
-            STABLE_TOP,
+            EXACT_WHEN_CONFIDENT,
             TILE,
             BLOCK,
         )
-    if ONLY_SUMS:
+    if SUM_PASS:
         for i in tl.static_range(3):
             tl.store(sums_ptr + i * norms_stride + chunk_row, sums[i])
         return
-    if SUBTRACT_SUM and sums_ptr is not None:
+    if NEEDS_G_SUM and sums_ptr is not None:
         at = sums_ptr + chunk_row
         sums = tl.load(at), tl.load(at + norms_stride), tl.load(at + 2 * norms_stride)
     label = tl.full((), -1, tl.int32)
@@ -286,8 +286,8 @@ def _row_kernel(
                 top_count += reduce_by_8(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
         if GRADIENT:
             # The chain back to the raw logits: through the softmax, the temperature, the scale and the soft cap.
-            if SUBTRACT_SUM:
-                g = logit_gradient(g, p_s, sums, STABLE_TOP)
+            if NEEDS_G_SUM:
+                g = logit_gradient(g, p_s, sums, EXACT_WHEN_CONFIDENT)
             g *= inverse_t
             if HARD:
                 g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
@@ -315,7 +315,7 @@ def _row_kernel(
         )
 
 
-def row_normalisers(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
+def row_normalisers(student: ChunkLogits, other: ChunkLogits, temperature: float, **flags: bool) -> torch.Tensor:
     """Return the normalisers of both models' rows, fp32 [6, n].
 
     Args:
@@ -325,23 +325,25 @@ def row_normalisers(student: Logits, other: Logits, temperature: float, **flags:
         flags: constants of the kernel: TEMPERED, HARD, HAS_TEACHER, STATS.
     """
     n, vocab = student.values.shape
-    norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
+    log_normalisers = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     tiles = cdiv(vocab, TILE)
     _row_normalisers_kernel[(n,)](
         student[1:],
         other[1:],
-        norms,
+        log_normalisers,
         tiles,
-        norms.stride(0),
+        log_normalisers.stride(0),
         1.0 / temperature,
         **flags,
         TILES=next_power_of_2(tiles),
         num_warps=1,
     )
-    return norms
+    return log_normalisers
 
 
-def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objective, call: RowCall) -> torch.Tensor:
+def launch_row_loss(
+    student: ChunkLogits, teacher: ChunkLogits | None, objective: Objective, call: RowCall
+) -> torch.Tensor:
     """Launch the row kernel over the n rows of `student`; return their log sums of exponentials, fp32 [n].
 
     Args:
@@ -360,7 +362,7 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         "HAS_TEACHER": teacher is not None,
         "STATS": call.stats is not None,
     }
-    norms = row_normalisers(student, other, objective.temperature, **flags)
+    log_normalisers = row_normalisers(student, other, objective.temperature, **flags)
     # Without a gradient nothing is stored, and the kernel gets any valid pointer.
     out = student.values if call.gradient is None else call.gradient
     subtract_sum = call.gradient is not None and objective.subtract_sum
@@ -374,14 +376,14 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         out,
         call.tokens,
         call.outputs,
-        (norms, None),
+        (log_normalisers, None),
         (vocab, vocab, cdiv(vocab, TILE)),
         (
             student.values.stride(0),
             other.values.stride(0),
             out.stride(0),
             call.stats_stride,
-            norms.stride(0),
+            log_normalisers.stride(0),
         ),
         1.0 / objective.temperature,
         objective.weights,
@@ -391,13 +393,13 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         objective.transform,
         1.0,  # the program adds the terms of a row that belong to no column
         KINDS=objective.codes,
-        STABLE_TOP=objective.stable_top,
+        EXACT_WHEN_CONFIDENT=objective.stable_top,
         GRADIENT=call.gradient is not None,
-        SUBTRACT_SUM=subtract_sum,
-        ONLY_SUMS=False,
+        NEEDS_G_SUM=subtract_sum,
+        SUM_PASS=False,
         TILE=TILE,
         BLOCK=block,
         num_warps=min(block, MOST_THREADS // device_facts(call.loss.device).warp_size),
         **flags | objective.hard_label_flags | objective.transform_flags,
     )
-    return norms[2]
+    return log_normalisers[2]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses.operands import RowCall
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.row_functions import (
     agreement_part,
     clamp_at_zero,
@@ -242,7 +242,7 @@ def _top_k_kernel(
 
 
 def launch_top_k_row_loss(
-    student: Logits, teacher: Logits | None, objective: Objective, call: RowCall, *, top: TopK
+    student: ChunkLogits, teacher: ChunkLogits | None, objective: Objective, call: RowCall, *, top: TopK
 ) -> None:
     """Launch the top-K row kernel over the n rows of `student`; arguments as in `launch_row_loss`.
 

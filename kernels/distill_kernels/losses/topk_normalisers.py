@@ -13,7 +13,7 @@ import torch
 
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp2
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser, to_int32
 from distill_kernels.losses.topk_reference import TopK
 
@@ -127,7 +127,7 @@ def _top_k_normalisers_kernel(
 
 
 def top_k_normalisers(
-    student: Logits,
+    student: ChunkLogits,
     teacher: TopK,
     row_scale: torch.Tensor,
     rows: torch.Tensor | None,

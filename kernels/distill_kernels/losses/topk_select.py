@@ -20,7 +20,7 @@ import math
 import torch
 
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
-from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser
 from distill_kernels.losses.topk_normalisers import others_normaliser
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, TopK
@@ -234,8 +234,8 @@ def _select_kernel(
 
 
 def select_student_top_k(
-    student: Logits,
-    teacher: Logits,
+    student: ChunkLogits,
+    teacher: ChunkLogits,
     out: TopK,
     *,
     row_scale: torch.Tensor,

@@ -24,7 +24,7 @@ from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensor
 from distill_kernels.launch import DeviceFacts, device_facts, runs_on_triton
 from distill_kernels.layers.glu import Activation, check_activation, reference_glu
 from distill_kernels.primitives.split_k import check_linear, reference_split_k_linear
-from distill_kernels.primitives.tiled import Tile, launch_tiles, steps_in_flight
+from distill_kernels.primitives.tiled import GemmTile, launch_tiles, steps_in_flight
 
 
 class MinSize(NamedTuple):
@@ -36,10 +36,15 @@ class MinSize(NamedTuple):
 
 # By family, as `scripts.bench gated` has shown; elsewhere weights stay apart
 MIN_SIZES = {"sm_90": MinSize(4096, 4096)}
-TILES = (Tile(128, 256, 8, 4, 16), Tile(128, 128, 4, 3, 16), Tile(64, 128, 4, 3, 16), Tile(64, 64, 4, 2, 16))
+TILES = (
+    GemmTile(128, 256, 8, 4, 16),
+    GemmTile(128, 128, 4, 3, 16),
+    GemmTile(64, 128, 4, 3, 16),
+    GemmTile(64, 64, 4, 2, 16),
+)
 
 
-def choose_gated_tile(facts: DeviceFacts) -> Tile:
+def choose_gated_tile(facts: DeviceFacts) -> GemmTile:
     """Return the largest tile that fits with at least two steps in flight."""
     fitting = (tile._replace(stages=steps_in_flight(tile, facts, tile.columns // 2)) for tile in TILES)
     return next(tile for tile in fitting if tile.stages >= 2)
@@ -69,7 +74,7 @@ def reference_gated_linear(
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, tile: Tile | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, tile: GemmTile | None = None
 ) -> torch.Tensor:
     if not runs_on_triton(x):
         return reference_gated_linear(x, weight, bias, activation)

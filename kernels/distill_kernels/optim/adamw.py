@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distill_kernels.optim.adamw_kernels import Options, StepControls, update, update_by_reference
-from distill_kernels.optim.multi_tensor import Member, Plan, squares_over_ranks
+from distill_kernels.optim.adamw_kernels import StepControls, UpdateOptions, update, update_by_reference
+from distill_kernels.optim.multi_tensor import Member, UpdatePlan, squares_over_ranks
 
 BLOCK = 2048
 NO_AMSGRAD = "amsgrad: expected False (FusedAdamW has no AMSGrad form)"
@@ -78,9 +78,11 @@ class FusedAdamW(torch.optim.AdamW):
             raise ValueError(f"max_grad_norm: expected a positive number or None, got {max_grad_norm}")
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed: expected an integer in [0, 2^63), got {seed}")
-        self.options = Options(state_dtype, stochastic_rounding, master_weights, max_grad_norm, skip_nonfinite, seed)
+        self.options = UpdateOptions(
+            state_dtype, stochastic_rounding, master_weights, max_grad_norm, skip_nonfinite, seed
+        )
         self.grad_norm: torch.Tensor | None = None
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, UpdatePlan] = {}
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -120,7 +122,7 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     @torch.no_grad()
-    def _plan(self, params: Sequence[torch.Tensor], number: int) -> Plan:
+    def _plan(self, params: Sequence[torch.Tensor], number: int) -> UpdatePlan:
         """Return the plan of the parameters with a gradient, numbered from `number`; missing states are created."""
         members = []
         for p in params:
@@ -139,7 +141,7 @@ class FusedAdamW(torch.optim.AdamW):
                     state["master"] = p.detach().float()
                 members.append(Member(number, p, state))
             number += 1
-        return Plan(members, BLOCK)
+        return UpdatePlan(members, BLOCK)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

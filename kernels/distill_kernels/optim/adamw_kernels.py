@@ -41,7 +41,7 @@ OWN_COUNT_PROGRAMS = 16_384
 """Programs from which a second launch counts steps: they take the GPU 0.1 ms or more, several launches long."""
 
 
-class Options(NamedTuple):
+class UpdateOptions(NamedTuple):
     """Options of `FusedAdamW`; its docstring explains each."""
 
     state_dtype: torch.dtype | None
@@ -244,7 +244,7 @@ def adamw_kernel(
                 count_step(row_ptr, log2_beta1, log2_beta2)
 
 
-def update(bucket: Bucket, group: dict[str, Any], options: Options, controls: StepControls) -> None:
+def update(bucket: Bucket, group: dict[str, Any], options: UpdateOptions, controls: StepControls) -> None:
     """One step for the members of `bucket`, in place, by one launch, or two where programs are many.
 
     Args:
@@ -293,7 +293,7 @@ def counts_in_own_launch(bucket: Bucket) -> bool:
     return len(bucket.blocks) >= OWN_COUNT_PROGRAMS
 
 
-def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any, ...]:
+def _constants(bucket: Bucket, options: UpdateOptions, given: list[bool]) -> tuple[Any, ...]:
     """Return the constants of `adamw_kernel` in order; `given`: which controls and learning rate are on the device."""
     key = bucket.key
     rounds = key.state == torch.bfloat16 or (key.parameter == torch.bfloat16 and not key.has_master)
@@ -314,7 +314,7 @@ def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any
 
 
 @torch.no_grad()
-def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options, controls: StepControls) -> None:
+def update_by_reference(bucket: Bucket, group: dict[str, Any], options: UpdateOptions, controls: StepControls) -> None:
     """One step for the members of `bucket`, in place, in PyTorch."""
     device = bucket.key.device
     scale = torch.tensor(-1.0 if group["maximize"] else 1.0, device=device)
@@ -335,7 +335,7 @@ def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options,
 
 
 def _update_member(
-    member: Member, group: dict[str, Any], options: Options, scale: torch.Tensor, proceed: torch.Tensor
+    member: Member, group: dict[str, Any], options: UpdateOptions, scale: torch.Tensor, proceed: torch.Tensor
 ) -> None:
     parameter = local(member.owner)
     m = member.tensor("exp_avg")

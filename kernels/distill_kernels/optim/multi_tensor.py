@@ -207,7 +207,7 @@ def sum_of_squares(bucket: Bucket) -> torch.Tensor:
     return partials.sum()
 
 
-class Plan:
+class UpdatePlan:
     """Buckets of one group's parameters, valid while no address but those of gradients changes.
 
     Keeps addresses of gradients and states rather than the tensors, so that one set to None or put elsewhere is freed.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.attention.operands import (
-    Masking,
+    ScoreSettings,
     check_attention,
     dot_precision,
     empty_positions_first,
@@ -45,7 +45,7 @@ def reference_decode_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: torch.Tensor,
-    masking: Masking,
+    masking: ScoreSettings,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute decode attention in plain PyTorch; token s of S sees the last `window` keys below length - S + 1 + s."""
@@ -250,7 +250,7 @@ def decode_on_triton(
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: torch.Tensor,
-    masking: Masking,
+    masking: ScoreSettings,
     out: torch.Tensor,
     starts: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
@@ -357,7 +357,7 @@ def _launch(
     starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    masking = Masking(True, scale, window, softcap, sinks=sinks)
+    masking = ScoreSettings(True, scale, window, softcap, sinks=sinks)
     out = empty_positions_first(q)
     if not runs_on_triton(q):
         return out.copy_(reference_decode_attention(q, k, v, lengths, masking, starts))
@@ -365,7 +365,7 @@ def _launch(
 
 
 def _check(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None) -> None:
-    check_attention(q, k, v, Masking(True, scale, window, softcap, sinks=sinks))
+    check_attention(q, k, v, ScoreSettings(True, scale, window, softcap, sinks=sinks))
     check_no_gradients(q=q, k=k, v=v, sinks=sinks)
     if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
         raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")

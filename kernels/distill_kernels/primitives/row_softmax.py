@@ -173,7 +173,7 @@ def _backward_split_write(
     _write_gradient(dy_ptr, y_ptr, dx_ptr, first, last, product, BLOCK)
 
 
-class Plan(NamedTuple):
+class SoftmaxPlan(NamedTuple):
     """Launch shape: strategy ("tile", "loop", "split"), rows a program, columns at a time, warps, parts a row."""
 
     strategy: str
@@ -187,7 +187,7 @@ TILE_COLUMNS = 16_384
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str, element_bytes: int = 2) -> Plan:
+def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str, element_bytes: int = 2) -> SoftmaxPlan:
     """Return the launch shape: a tile where the row fits, split where rows are too few to fill the GPU, else a loop.
 
     The numbers were read off a sweep on an H200 over 1 MiB to 128 MiB of bf16.
@@ -197,21 +197,21 @@ def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str, element
     if n_cols <= TILE_COLUMNS * (2 if long_tile else 1):
         block = next_power_of_2(n_cols)
         rows = max(1, 2048 // block)
-        return Plan("tile", rows, block, min(max(rows * block // 1024, 4), 16))
+        return SoftmaxPlan("tile", rows, block, min(max(rows * block // 1024, 4), 16))
     if n_rows < multiprocessors:
-        return Plan("split", 1, 4096, 8, min(cdiv(n_cols, 4096), cdiv(8 * multiprocessors, n_rows)))
+        return SoftmaxPlan("split", 1, 4096, 8, min(cdiv(n_cols, 4096), cdiv(8 * multiprocessors, n_rows)))
     if direction == "forward":
-        return Plan("loop", 1, 8192 if n_cols <= 32_768 else 16_384, 16)
-    return Plan("loop", 1, 16_384, 16 if n_cols <= 32_768 else 32)
+        return SoftmaxPlan("loop", 1, 8192 if n_cols <= 32_768 else 16_384, 16)
+    return SoftmaxPlan("loop", 1, 16_384, 16 if n_cols <= 32_768 else 32)
 
 
-def _plan(x: torch.Tensor, direction: str) -> tuple[int, int, Plan]:
+def _plan(x: torch.Tensor, direction: str) -> tuple[int, int, SoftmaxPlan]:
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols if n_cols else 0
     return n_rows, n_cols, plan(n_rows, n_cols, device_facts(x.device).multiprocessors, direction, x.element_size())
 
 
-def _per_part(n_cols: int, chosen: Plan) -> int:
+def _per_part(n_cols: int, chosen: SoftmaxPlan) -> int:
     # whole blocks, so that vector loads stay aligned
     return cdiv(cdiv(n_cols, chosen.parts), chosen.block) * chosen.block
 

@@ -30,7 +30,7 @@ MAX_ROWS = 64
 COUNTERS = 1 << 14
 
 
-class Config(NamedTuple):
+class SplitKConfig(NamedTuple):
     """Launch shape: output and inner columns at a time, splits of the inner dimension, warps, pipeline stages."""
 
     block_n: int
@@ -114,15 +114,15 @@ def split_k_kernel(
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Config:
+def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) -> SplitKConfig:
     """Return the launch shape for given sizes: enough programs to keep every multiprocessor reading, in whole waves."""
     tiles = cdiv(outputs, 64)
     steps = cdiv(inputs, 128)
     if rows > 32:  # x takes as much shared memory as W: one deep pipeline a multiprocessor, or two shallower ones
         if multiprocessors // 2 < tiles <= multiprocessors or (2 * tiles <= multiprocessors < 4 * tiles and steps >= 2):
-            return Config(64, 128, 1 if 2 * tiles > multiprocessors else 2, 4, 4)
+            return SplitKConfig(64, 128, 1 if 2 * tiles > multiprocessors else 2, 4, 4)
         if multiprocessors < cdiv(outputs, 128) <= 2 * multiprocessors:
-            return Config(128, 64, 1, 4, 4)
+            return SplitKConfig(128, 64, 1, 4, 4)
     best = 1
     least = float("inf")
     for splits in range(1, min(steps, 16) + 1):
@@ -131,7 +131,7 @@ def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) ->
         if cost < least:
             best = splits
             least = cost
-    return Config(64, 128, best, 4, 3 if rows > 32 else 4)
+    return SplitKConfig(64, 128, best, 4, 3 if rows > 32 else 4)
 
 
 _counters: dict[tuple[torch.device, int | str], torch.Tensor] = {}
@@ -152,7 +152,7 @@ def _zero_counters(device: torch.device) -> torch.Tensor:
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SplitKConfig | None = None
 ) -> torch.Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[0]

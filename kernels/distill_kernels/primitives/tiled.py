@@ -26,7 +26,7 @@ from distill_kernels.primitives.split_k import MAX_ROWS, check_linear, reference
 DEPTH = 64
 
 
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """Rows and columns that a program makes at a time, how it is compiled, and how many blocks of rows make a group
     that is walked through before the next; 0 for all of them.
     """
@@ -38,21 +38,21 @@ class Tile(NamedTuple):
     group: int = 0
 
 
-TILES = (Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(64, 64, 4, 4))
+TILES = (GemmTile(128, 256, 8, 3), GemmTile(128, 128, 4, 4), GemmTile(64, 128, 4, 4), GemmTile(64, 64, 4, 4))
 
 
-def steps_in_flight(tile: Tile, facts: DeviceFacts, stored: int) -> int:
+def steps_in_flight(tile: GemmTile, facts: DeviceFacts, stored: int) -> int:
     """Return the pipeline stages that fit shared memory beside `stored` result columns, at most the tile's own."""
     left = facts.shared_bytes - 2 * tile.rows * stored - 1024
     return min(tile.stages, left // (2 * DEPTH * (tile.rows + tile.columns)))
 
 
-def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
+def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> GemmTile:
     """The tile whose waves over the multiprocessors take least, at the rates that larger tiles reach (a quarter less
     for each size below), of those that fit into shared memory with two steps in flight or more.
     """
 
-    def steps(tile: Tile) -> int:
+    def steps(tile: GemmTile) -> int:
         return steps_in_flight(tile, facts, tile.columns)
 
     def cost(place: int) -> float:
@@ -109,14 +109,16 @@ def _tiled_kernel(
             store_block(y_blocks, total, row, column, TMA)
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None) -> torch.Tensor:
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: GemmTile | None = None
+) -> torch.Tensor:
     if not runs_on_triton(x):
         return reference_split_k_linear(x, weight, bias)
     return launch_tiles(x, weight, bias, tile or choose_tile(x.shape[0], weight.shape[0], device_facts(x.device)))
 
 
 def launch_tiles(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: GemmTile, activation: str = ""
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K] in such tiles: [M, N], or [M, N / 2] where an activation joins columns in pairs."""
     rows, inputs = x.shape

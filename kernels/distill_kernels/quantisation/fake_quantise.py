@@ -22,7 +22,7 @@ from distill_kernels.quantisation.formats import (
     reference_fake_quantise,
     reference_learned_gradients,
 )
-from distill_kernels.quantisation.number_format import Format, Scales
+from distill_kernels.quantisation.number_format import NumberFormat, Scales
 
 TILE = 4096  # weights a program holds, unless a row is longer
 LONGEST = 65_536  # weights of a block that one program can hold
@@ -146,7 +146,7 @@ def _backward_kernel(
         tl.store(dminimum_ptr + rows, -tl.sum(tl.where(inside, 0.0, dy), 1), mask=rows < n_blocks)
 
 
-def _shape(weight: torch.Tensor, form: Format) -> tuple[tuple[int], int, dict[str, Any]]:
+def _shape(weight: torch.Tensor, form: NumberFormat) -> tuple[tuple[int], int, dict[str, Any]]:
     """Return the grid, the number of blocks of a matrix, and the constants that both kernels take."""
     columns = form.columns(weight)
     block = next_power_of_2(columns)
@@ -159,7 +159,7 @@ def _shape(weight: torch.Tensor, form: Format) -> tuple[tuple[int], int, dict[st
     return (cdiv(blocks, rows),), blocks, constants | {"enable_fp_fusion": False}
 
 
-def _checked(weight: torch.Tensor, scales: Scales | None, name: str | Format) -> tuple[Format, bool]:
+def _checked(weight: torch.Tensor, scales: Scales | None, name: str | NumberFormat) -> tuple[NumberFormat, bool]:
     """Return the format, and whether a kernel computes on `weight`; otherwise the reference does."""
     check_floats(weight=weight)
     form = check_fits(weight, name, scales)
@@ -174,7 +174,7 @@ def _checked(weight: torch.Tensor, scales: Scales | None, name: str | Format) ->
 
 @torch.no_grad()
 def fake_quantise_into(
-    out: torch.Tensor, weight: torch.Tensor, name: str | Format, scales: Scales | None = None
+    out: torch.Tensor, weight: torch.Tensor, name: str | NumberFormat, scales: Scales | None = None
 ) -> None:
     """Round weights to a block format and back, without a graph.
 
@@ -182,7 +182,7 @@ def fake_quantise_into(
         out: Gets the values of the file, in its own dtype; of the shape of `weight`.
         weight: [..., K], fp32, bf16 or fp16, K divisible by the format's block.
         name: A key of `formats.FORMATS`, or a format. By name and without scales, `nvfp4` has the host wait once.
-        scales: The blocks' scales, as `Format.snap` rounds them to those of a file; None for the format's own.
+        scales: The blocks' scales, as `NumberFormat.snap` rounds them to those of a file; None for the format's own.
 
     Raises:
         ValueError: For an unknown format, and for shapes and dtypes that are not listed.
@@ -197,7 +197,11 @@ def fake_quantise_into(
 
 
 def _launch_forward(
-    weight: torch.Tensor, scale: torch.Tensor | None, minimum: torch.Tensor | None, out: torch.Tensor, form: Format
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    minimum: torch.Tensor | None,
+    out: torch.Tensor,
+    form: NumberFormat,
 ) -> None:
     grid, blocks, constants = _shape(weight, form)
     constants |= {"SIGNED": form.signed, "ROUNDS_BY_STORED": form.rounds_by_stored, "GIVEN": scale is not None}
@@ -215,7 +219,7 @@ def _launch_backward(
     dw: torch.Tensor | None,
     dscale: torch.Tensor,
     dminimum: torch.Tensor | None,
-    form: Format,
+    form: NumberFormat,
 ) -> None:
     """Launch the backward; None for `dw` takes the place of `upstream`."""
     grid, blocks, constants = _shape(weight, form)
@@ -247,7 +251,7 @@ def learned_gradients(
     weight: torch.Tensor,
     scales: Scales,
     upstream: torch.Tensor,
-    name: str | Format,
+    name: str | NumberFormat,
     out: tuple[torch.Tensor, Scales] | None = None,
 ) -> tuple[torch.Tensor, Scales]:
     """Return the gradients of weights and scales from that of the quantised values, without a graph.

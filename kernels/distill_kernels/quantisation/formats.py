@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.quantisation.gguf_blocks import GGUF_FORMATS
-from distill_kernels.quantisation.number_format import Format, Scales, reciprocal
+from distill_kernels.quantisation.number_format import NumberFormat, Scales, reciprocal
 from distill_kernels.quantisation.packed_tensors import TENSOR_FORMATS
 
-FORMATS: dict[str, Format] = {form.name: form for form in (*GGUF_FORMATS, *TENSOR_FORMATS)}
+FORMATS: dict[str, NumberFormat] = {form.name: form for form in (*GGUF_FORMATS, *TENSOR_FORMATS)}
 
 
 class Blocks(NamedTuple):
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
         stored: Scales as the file holds them, by field.
     """
 
-    form: Format
+    form: NumberFormat
     codes: torch.Tensor
     stored: Mapping[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
         return self.form.values(self.codes, self.form.load(self.stored))
 
 
-def check_fits(weight: torch.Tensor, name: str | Format, scales: Scales | None) -> Format:
+def check_fits(weight: torch.Tensor, name: str | NumberFormat, scales: Scales | None) -> NumberFormat:
     """Return a format that holds matrices of the shape of `weight`.
 
     Args:
@@ -49,7 +49,7 @@ def check_fits(weight: torch.Tensor, name: str | Format, scales: Scales | None) 
     Raises:
         ValueError: For an unknown format, or rows that are not whole blocks.
     """
-    if isinstance(name, Format):
+    if isinstance(name, NumberFormat):
         form = name
     elif name not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {name!r}")
@@ -70,7 +70,7 @@ def fitting_format(name: str, columns: int) -> str | None:
     return name or None
 
 
-def reference_quantise(weight: torch.Tensor, name: str | Format, scales: Scales | None = None) -> Blocks:
+def reference_quantise(weight: torch.Tensor, name: str | NumberFormat, scales: Scales | None = None) -> Blocks:
     """Quantise a matrix.
 
     Args:
@@ -90,7 +90,7 @@ def _not_finite(weight: torch.Tensor) -> str:
     return f"{int((~weight.isfinite()).sum())} of {weight.numel()} that are NaN or infinite"
 
 
-def _quantised(weight: torch.Tensor, name: str | Format, scales: Scales | None) -> Blocks:
+def _quantised(weight: torch.Tensor, name: str | NumberFormat, scales: Scales | None) -> Blocks:
     form = check_fits(weight, name, scales)
     chosen = form.first(weight) if scales is None else scales
     stored = form.store(chosen)
@@ -103,7 +103,9 @@ def _quantised(weight: torch.Tensor, name: str | Format, scales: Scales | None) 
     return Blocks(form, codes.clamp(form.codes.low, form.codes.high).flatten(-2), stored)
 
 
-def reference_fake_quantise(weight: torch.Tensor, name: str | Format, scales: Scales | None = None) -> torch.Tensor:
+def reference_fake_quantise(
+    weight: torch.Tensor, name: str | NumberFormat, scales: Scales | None = None
+) -> torch.Tensor:
     """Return the values that `weight` has after quantisation, in its own dtype: the specification of the kernel.
 
     NaN and infinity stay what they are: as codes, which are clamped, they would become finite.
@@ -113,7 +115,7 @@ def reference_fake_quantise(weight: torch.Tensor, name: str | Format, scales: Sc
 
 
 def reference_learned_gradients(
-    weight: torch.Tensor, scales: Scales, upstream: torch.Tensor, name: str | Format
+    weight: torch.Tensor, scales: Scales, upstream: torch.Tensor, name: str | NumberFormat
 ) -> tuple[torch.Tensor, Scales]:
     """Return gradients of weights and scales through rounding (Esser et al., 2020, arXiv 1902.08153).
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from distill_kernels.quantisation.number_format import Codes, Format, Scales, divide, reciprocal
+from distill_kernels.quantisation.number_format import Codes, NumberFormat, Scales, divide, reciprocal
 
 EPS = 1e-15  # magnitude below which a block is zero
 CHUNK = 1 << 16  # blocks that are searched at once
@@ -38,7 +38,7 @@ def _sum(terms: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class _Gguf(Format):
+class _Gguf(NumberFormat):
     file = "gguf"
 
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,7 +219,7 @@ class Q6K(_KBlocks):
         return [low.flatten(-3), high.flatten(-2), multiples, _bytes(stored["scale"], blocks)]
 
 
-GGUF_FORMATS: tuple[Format, ...] = (
+GGUF_FORMATS: tuple[NumberFormat, ...] = (
     SimpleBlocks("q4_0", 4, 32, Codes(-8, 7), signed=True),
     SimpleBlocks("q5_0", 5, 32, Codes(-16, 15), signed=True),
     SimpleBlocks("q8_0", 8, 32, Codes(-127, 127)),

@@ -62,7 +62,7 @@ class Scales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class NumberFormat:
     """A number format.
 
     Attributes:
@@ -96,7 +96,7 @@ class Format:
         """Return whether scales can be trained; those of 8 bits follow from the largest weight."""
         return self.bits < 8
 
-    def fitted(self, weights: Sequence[torch.Tensor]) -> Format:
+    def fitted(self, weights: Sequence[torch.Tensor]) -> NumberFormat:
         """Return the format with a range that holds all of these weights; most formats hold any."""
         return self
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from distill_kernels.quantisation.number_format import Codes, Format, Scales
+from distill_kernels.quantisation.number_format import Codes, NumberFormat, Scales
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MOST = 448.0
@@ -47,7 +47,7 @@ def unpack_codes(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     return (fields.flatten(-2)[..., :columns] - (1 << (bits - 1))).to(torch.int8)
 
 
-class PackedIntegers(Format):
+class PackedIntegers(NumberFormat):
     """Integers in words of 32 bits (pack-quantized)."""
 
     file: ClassVar[str] = "compressed-tensors"
@@ -141,7 +141,7 @@ class NvFp4(PackedIntegers):
         return super().described() | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
 
 
-TENSOR_FORMATS: tuple[Format, ...] = (
+TENSOR_FORMATS: tuple[NumberFormat, ...] = (
     PackedIntegers("int4_g32", 4, 32, Codes(-8, 7), 16, torch.bfloat16, signed=True, rounds_by_stored=True),
     PackedIntegers("int8", 8, 0, Codes(-127, 127), 16, torch.bfloat16, rounds_by_stored=True),
     Float8("fp8", 8, 0, Codes(-448, 448, mantissa=3, exponent=-6), 16, torch.bfloat16, rounds_by_stored=True),

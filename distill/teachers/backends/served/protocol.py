@@ -243,7 +243,7 @@ def _require(holds: bool, message: str) -> None:
         raise ProtocolError(message)
 
 
-class Piece(NamedTuple):
+class PackedTensor(NamedTuple):
     """A document of a request, up to the last position needed: its ids, and the requested positions.
 
     Attributes:
@@ -257,7 +257,7 @@ class Piece(NamedTuple):
     query: np.ndarray
 
 
-def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece]:
+def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[PackedTensor]:
     """Return the documents of a request that have requested positions, in order.
 
     Args:
@@ -275,7 +275,7 @@ def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece
     pieces = []
     for number in np.unique(owner).tolist():
         mine = query.rows[owner == number].astype(np.int64) - starts[number]
-        pieces.append(Piece(job, flat[starts[number] : starts[number] + mine[-1] + 1 + beyond], mine))
+        pieces.append(PackedTensor(job, flat[starts[number] : starts[number] + mine[-1] + 1 + beyond], mine))
     return pieces
 
 

@@ -17,7 +17,7 @@ from distill.data.token_cache import cached_folder
 from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.meta_models import meta_config, meta_student
-from distill.objectives.measure import KL, Measure, cache_measure
+from distill.objectives.measure import KL, DivergenceUnit, cache_measure
 from distill.objectives.row_packing import hidden_bytes
 from distill.recipe import ModelSection, Recipe, ServedTeacherConfig
 from distill.recipe.models import EIGHT_BITS
@@ -109,7 +109,7 @@ class ServerPlan(TeacherPlan):
         section = self.config_section() if self.recipe.data.is_synthetic else self.tokenizer_section()
         return Vocabulary(self.recipe, section, top_k=self.section.top_k is not None)
 
-    def measure(self) -> Measure:
+    def measure(self) -> DivergenceUnit:
         section = self.section
         loss = self.recipe.loss
         if section.top_k is None:

@@ -21,7 +21,7 @@ from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targ
 from distill.recipe import TeacherConfig
 from distill.teachers.backends.served.parity_check import LogitReading, check_parity
 from distill.teachers.backends.served.protocol import TargetRequest
-from distill.teachers.backends.served.teacher_client import Answer, TargetTensors, TeacherClient
+from distill.teachers.backends.served.teacher_client import ServedTargets, TargetTensors, TeacherClient
 from distill.teachers.base import Constructor, Teacher
 from distill.teachers.calibration import cut_from
 from distill.teachers.load_context import CutRequest, CutStudent
@@ -73,7 +73,7 @@ class ServerTeacher(Teacher):
             else HiddenFormat(self.stored_head, transform)
         )
         self.transform = transform
-        self._pending: OrderedDict[TargetRequest, Answer] = OrderedDict()  # not collected yet, the oldest first
+        self._pending: OrderedDict[TargetRequest, ServedTargets] = OrderedDict()  # not collected yet, the oldest first
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         """Return a copy of the same servers' teacher, which shares the connections."""
@@ -145,7 +145,9 @@ class ServerTeacher(Teacher):
         model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
         return cut_from(model, request)
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         self.targets(batch)
         weights = None if self.stored_head is None else self.stored_head.weights
         each = self.client.cost()

@@ -152,7 +152,7 @@ class ServerProtocol:
         return 0
 
 
-class Answer(NamedTuple):
+class ServedTargets(NamedTuple):
     """Pending answers to the requests of a query."""
 
     parts: Sequence[Future[TargetTensors]]
@@ -186,9 +186,9 @@ class TeacherClient:
     def spec(self) -> TargetSpec:
         return self.protocol.spec
 
-    def ask(self, query: TargetRequest) -> Answer:
+    def ask(self, query: TargetRequest) -> ServedTargets:
         """Send a query; return without waiting for its answer."""
-        return Answer([self._submit(request) for request in self.protocol.requests(query)])
+        return ServedTargets([self._submit(request) for request in self.protocol.requests(query)])
 
     def _submit(self, request: WireRequest) -> Future[TargetTensors]:
         protocol = self.protocol

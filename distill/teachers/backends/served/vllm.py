@@ -25,7 +25,7 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.teachers.backends.served.client import Servers
-from distill.teachers.backends.served.protocol import JSON, Piece, TargetRequest, documents
+from distill.teachers.backends.served.protocol import JSON, PackedTensor, TargetRequest, documents
 from distill.teachers.backends.served.teacher_client import (
     ServerProtocol,
     TargetSpec,
@@ -199,12 +199,12 @@ def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
         )
 
 
-def _prompts(query: TargetRequest) -> list[Piece]:
+def _prompts(query: TargetRequest) -> list[PackedTensor]:
     """Return the documents up to the last trained token, whose log-probability is requested."""
     return documents(query, 0, beyond=1)
 
 
-def _checked(choice: Mapping[str, Any], piece: Piece) -> Piece:
+def _checked(choice: Mapping[str, Any], piece: PackedTensor) -> PackedTensor:
     """Return the piece, once the answer has an entry for each of its tokens, the first of them empty."""
     entries = choice["prompt_logprobs"]
     if len(entries) != len(piece.ids) or entries[0] is not None:

@@ -36,7 +36,7 @@ from distill.teachers.backends.stored.format import (
     sum_of_sums,
     write_signed,
 )
-from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.base import Teacher
 
 BEGIN_LOCK = ".begin.lock"
@@ -67,7 +67,7 @@ def head_of(teacher: Teacher) -> LogitHead | None:
     return LogitHead(weights, teacher.format.transform)
 
 
-def hidden_content(settings: Settings, head: LogitHead, columns: int, temperature: float) -> dict[str, Any]:
+def hidden_content(settings: CacheOptions, head: LogitHead, columns: int, temperature: float) -> dict[str, Any]:
     """Return what is stored of a teacher's hidden states; `columns` of the vocabulary are those that K tokens are taken
     of.
     """

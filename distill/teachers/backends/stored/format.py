@@ -61,7 +61,7 @@ Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.backen
 DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard with a value per document, not per position
 
 
-class Document(NamedTuple):
+class StoreKey(NamedTuple):
     """One document of a row.
 
     Attributes:
@@ -76,7 +76,7 @@ class Document(NamedTuple):
     predicting: np.ndarray
 
 
-def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
+def documents_of(row: Mapping[str, Any]) -> Iterator[StoreKey]:
     """Yield the documents of a row that have trained tokens, in order; position ids restart at 0 with each.
 
     Args:
@@ -93,7 +93,7 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
         if learned.any():
             digest = hashlib.blake2b(ids[start:stop].tobytes(), digest_size=KEY_BYTES)
             digest.update(np.packbits(learned).tobytes())
-            yield Document(digest.digest(), start, stop, np.flatnonzero(learned) + start)
+            yield StoreKey(digest.digest(), start, stop, np.flatnonzero(learned) + start)
 
 
 def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]:

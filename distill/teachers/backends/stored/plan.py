@@ -21,11 +21,11 @@ from distill.core.units import GIB
 from distill.data.load import Splits, load_data
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.flops import head_flops
-from distill.models.layers import layers_of
+from distill.models.layers import layer_count
 from distill.models.load.vocabulary import shared_columns
 from distill.models.meta_models import meta_config, meta_student
-from distill.models.shape import Shape
-from distill.objectives.measure import Measure, cache_measure
+from distill.models.shape import ModelSizes
+from distill.objectives.measure import DivergenceUnit, cache_measure
 from distill.objectives.row_packing import DTYPES
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, ModelSection, Recipe, StoredTeacherConfig, TeacherConfig
@@ -55,7 +55,7 @@ from distill.teachers.backends.stored.identity import (
     text_hashes,
     what_differs,
 )
-from distill.teachers.backends.stored.settings import Settings, default_tail
+from distill.teachers.backends.stored.settings import CacheOptions, default_tail
 from distill.teachers.backends.stored.store import Fills, Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.base import InnerPlan, Teacher, TeacherPlan
@@ -106,7 +106,7 @@ class StoredPlan(TeacherPlan):
                 self.folder = Path(self.section.store).expanduser()
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
-        self.chosen: Settings | None = None
+        self.chosen: CacheOptions | None = None
         self.option: str | None = None
         self._dtype: torch.dtype | None = None
 
@@ -193,7 +193,7 @@ class StoredPlan(TeacherPlan):
         """True where servers send K tokens, which are stored as received."""
         return bool(self.section.urls) and self.section.top_tokens is not None
 
-    def settings(self) -> Settings:
+    def settings(self) -> CacheOptions:
         """Return what the recipe stores; hidden states in their own dtype, which is known once the teacher is open."""
         if self.chosen is not None and not self.sent_top_k:
             return self.chosen
@@ -201,15 +201,15 @@ class StoredPlan(TeacherPlan):
         hidden = section.store_format != "top_k" and section.top_tokens is None
         dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.store_format)
         if self.folder is None and not hidden:  # nothing is written, and a drawn token would depend on the batch
-            return Settings(section.top_tokens or 64, dtype="float32")
-        return Settings(section.top_tokens or 64, hidden, default_tail(self.recipe.loss), dtype)
+            return CacheOptions(section.top_tokens or 64, dtype="float32")
+        return CacheOptions(section.top_tokens or 64, hidden, default_tail(self.recipe.loss), dtype)
 
-    def measure(self) -> Measure:
+    def measure(self) -> DivergenceUnit:
         plan = self.plan
         if plan is not None:
             return cache_measure(plan)
         if self.inner is None:
-            return Measure("KL over what is cached")
+            return DivergenceUnit("KL over what is cached")
         if self.sent_top_k:
             return self.inner.measure()
         settings = self.settings()
@@ -280,7 +280,7 @@ class StoredPlan(TeacherPlan):
         """
         shape = self.shapes()[0]
         if self.inner is None:
-            return stored_footprint(self.plan or Settings().checked()._asdict(), shape)
+            return stored_footprint(self.plan or CacheOptions().checked()._asdict(), shape)
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
         opened = self.inner.footprint(context)
@@ -316,10 +316,10 @@ class StoredPlan(TeacherPlan):
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             return f"not loaded: {folder}, {size / GIB:,.2f} GiB on disk; {description(manifest)}"
         columns = self.shapes()[0].vocabulary
-        each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
+        each = bytes_a_token({"kind": "top_k", "k": CacheOptions().k, "vocabulary": columns, "dtype": "float16"})
         return (
             f"not loaded: {self._path}, which is still to be made: distill cache takes {each} bytes per trained "
-            f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
+            f"token (k = {CacheOptions().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 
     def _width(self) -> int:
@@ -409,7 +409,7 @@ class StoredPlan(TeacherPlan):
         if student.is_cut:
             assert student.from_teacher is not None
             config = meta_config(self.config_section(), self.field)
-            layers = cut_identity(student.from_teacher, layers_of(config))
+            layers = cut_identity(student.from_teacher, layer_count(config))
         digest = "" if self.noted is None else self.noted.report.digest
         maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
         plan = {
@@ -460,7 +460,7 @@ class StoredPlan(TeacherPlan):
         return min(rows, shared_columns(vocabulary.tokenizer, vocabulary.student_tokenizer, rows, own)[0])
 
 
-def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
+def stored_footprint(stored: Plan, shape: ModelSizes) -> Footprint:
     """Return the footprint of a plan's targets, of a model of this shape: its head, and what is stored per token."""
     number = DTYPES[stored["dtype"]].itemsize
     if stored.get("kind") == "hidden":

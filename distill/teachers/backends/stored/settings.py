@@ -20,7 +20,7 @@ def default_tail(loss: Loss) -> str:
     return "sampled" if soft <= {"forward_kl"} else "bucket"
 
 
-class Settings(NamedTuple):
+class CacheOptions(NamedTuple):
     """Settings of what is stored.
 
     Attributes:
@@ -44,7 +44,7 @@ class Settings(NamedTuple):
         """True where what is stored is what the teacher computes: hidden states in a dtype of computing."""
         return self.hidden and self.dtype != "fp8"
 
-    def checked(self) -> Settings:
+    def checked(self) -> CacheOptions:
         """Return itself with the dtype filled in.
 
         Raises:

@@ -43,8 +43,8 @@ from distill.teachers.backends.stored.format import (
     MANIFEST,
     PART,
     VERSION,
-    Document,
     Plan,
+    StoreKey,
     as_arrays,
     bytes_a_token,
     documents_of,
@@ -164,7 +164,7 @@ class Store:
     def has(self, key: bytes) -> bool:
         return key in self._pending or self.shards.find(key) is not None
 
-    def gather(self, rows: Sequence[Sequence[Document]]) -> Callable[[], dict[str, torch.Tensor]]:
+    def gather(self, rows: Sequence[Sequence[StoreKey]]) -> Callable[[], dict[str, torch.Tensor]]:
         """Find the documents of some rows; return a function that reads them, in any thread, as `look_up` does.
 
         Raises:
@@ -186,7 +186,7 @@ class Store:
         """
         return self.gather([list(documents_of(row)) for row in rows])()
 
-    def _reader(self, document: Document, row: int) -> Callable[[], dict[str, np.ndarray]]:
+    def _reader(self, document: StoreKey, row: int) -> Callable[[], dict[str, np.ndarray]]:
         """Return a function that reads what is stored of a document's positions; `row` is its row, for the error."""
         piece = self._pending.get(document.key)
         if piece is not None:
@@ -260,7 +260,7 @@ class Store:
             _locks[lock] = handle
         return _locks[lock] is not None
 
-    def add(self, documents: Iterable[Document], tensors: Mapping[str, torch.Tensor]) -> None:
+    def add(self, documents: Iterable[StoreKey], tensors: Mapping[str, torch.Tensor]) -> None:
         """Add the teacher's outputs for documents, in their order; documents that are stored already do not change."""
         assert not self.read_only
         answer = HostCopy(tensors)

@@ -23,7 +23,7 @@ from torch import nn
 
 from distill.core.labels import shift_labels
 from distill.core.ranks import is_main_process
-from distill.data.collator import BatchColumns, Row, trained_rows
+from distill.data.collator import BatchColumns, BatchRow, trained_rows
 from distill.models.flops import FlopCounts
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.loading import load_student
@@ -40,8 +40,8 @@ from distill.teachers.backends.stored.format import (
     MANIFEST,
     STUDENT,
     TEACHER,
-    Document,
     Plan,
+    StoreKey,
     documents_of,
     read_json,
 )
@@ -61,7 +61,7 @@ class RowDocuments:
     No sequence: those are taken apart where the tensors of a batch are moved.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Document]]) -> None:
+    def __init__(self, rows: Sequence[Sequence[StoreKey]]) -> None:
         self.rows = rows
 
 
@@ -75,7 +75,7 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
 
 
-def documents_column(rows: Sequence[Row], batch: object, collator: object) -> dict[str, RowDocuments]:
+def documents_column(rows: Sequence[BatchRow], batch: object, collator: object) -> dict[str, RowDocuments]:
     return {DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
 
 
@@ -230,7 +230,7 @@ class StoredTeacher(Teacher):
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
-    def _outputs(self, inner: Teacher, asked: Batch, documents: Sequence[Document]) -> dict[str, torch.Tensor]:
+    def _outputs(self, inner: Teacher, asked: Batch, documents: Sequence[StoreKey]) -> dict[str, torch.Tensor]:
         """Query the teacher; return what is stored of the trained positions, in their order.
 
         Tokens are drawn by the first document's key.
@@ -255,17 +255,19 @@ class StoredTeacher(Teacher):
             self.store.add_responses(prompts, answers, settings)
         return answers
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
         if self.inner is None:
             return []
         plain = _without_documents(batch)
-        lines = self.inner.validate_first_batch(plain, student, pairing)
+        lines = self.inner.validate_first_batch(plain, student, alignment)
         dtype = DTYPES[self.store.manifest["dtype"]]
         if dtype == FP8 and self.head is not None:
             hidden = self.inner.targets(plain)
             assert isinstance(hidden, torch.Tensor)
-            cost = rounding_cost(hidden.flatten(0, 1)[batch["valid_rows"]], *self.head, pairing.columns, dtype)
+            cost = rounding_cost(hidden.flatten(0, 1)[batch["valid_rows"]], *self.head, alignment.columns, dtype)
             lines.append(f"{'keep':<12}hidden states in fp8: on one batch KL(teacher, what is stored) {cost:.2g}")
         return lines
 

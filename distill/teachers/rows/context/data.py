@@ -21,15 +21,15 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat, template_of
-from distill.data.collator import Collator, Row
-from distill.data.formats import Format, Sample
+from distill.data.collator import BatchRow, Collator
+from distill.data.formats import ConversationSample, RowFormat
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
-from distill.data.sources import Row as DataRow
-from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, Piece, encodable
-from distill.recipe import Context, Data, Part
+from distill.data.sources import RawRow as DataRow
+from distill.data.tokenise import TOO_LONG, DocumentSlice, Encoder, MaskedText, RowBatch, TokenisedDocument, encodable
+from distill.recipe import Context, Data, DataPart
 from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.rows.reading import PREFIX, ReadingColumns
 
@@ -82,7 +82,7 @@ class ContextEncoder(Encoder):
         context, kwargs, _ = self.prompt
         return [*super().settings(), context and context.model_dump(), kwargs]
 
-    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
+    def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
         rows: list[MaskedText] = []
         others: list[MaskedText] = []
         for number, row in batch:
@@ -116,7 +116,7 @@ class ContextEncoder(Encoder):
         faults = dict[int, list[RowFault]]()
         for encoded in self.encode_partly(rows, tally):
             number = encoded.part.number
-            whole = Piece(encoded.ids, encoded.labels, encoded.part.origin, number)
+            whole = DocumentSlice(encoded.ids, encoded.labels, encoded.part.origin, number)
             try:
                 both = self._both(whole, readings[id(encoded.part)], tally)
             except RowFault as fault:
@@ -135,7 +135,7 @@ class ContextEncoder(Encoder):
         return private, [secret for secret in _secrets(context, row, private) if len(secret) >= SHORT]
 
     def _sampled(
-        self, number: int, sample: Sample, private: str, secrets: Sequence[str], tally: RowCounts
+        self, number: int, sample: ConversationSample, private: str, secrets: Sequence[str], tally: RowCounts
     ) -> TwoPrompts:
         """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled.
 
@@ -171,7 +171,7 @@ class ContextEncoder(Encoder):
             before, last = ([], []) if part.templated else self.around(ids)
             yield np.array([*before, *ids, *last], dtype=np.int32)
 
-    def _both(self, piece: Piece, other: np.ndarray, tally: RowCounts) -> TwoPrompts:
+    def _both(self, piece: DocumentSlice, other: np.ndarray, tally: RowCounts) -> TwoPrompts:
         """Return both readings of the student's whole document, cut where one of them has no more room."""
         ids = piece.ids
         labels = piece.labels
@@ -192,7 +192,7 @@ class ContextEncoder(Encoder):
         """Return options with an example per turn."""
         return self.options if self.options.train_on == "last" else self.options._replace(train_on="each")
 
-    def _teacher_chat(self, sample: Sample, asked: Sample, made: TrainingChat) -> TrainingChat:
+    def _teacher_chat(self, sample: ConversationSample, asked: ConversationSample, made: TrainingChat) -> TrainingChat:
         """Return the teacher's reading of the student's examples.
 
         Args:
@@ -213,7 +213,7 @@ class ContextEncoder(Encoder):
             examples.append(RenderedChat(prompt + example.text[begin:], moved, [turn + more] * len(moved)))
         return TrainingChat(examples)
 
-    def _for_teacher(self, sample: Sample, text: str) -> Sample:
+    def _for_teacher(self, sample: ConversationSample, text: str) -> ConversationSample:
         """Return the sample with the context in its place; unchanged where there is none."""
         if self.prompt.context is None:
             return sample
@@ -283,7 +283,7 @@ def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed
     if not prompt.rendered_alike:
         template_of(data, tokenizer, kwargs=prompt.chat_template_kwargs, field="teacher")  # reads them, or is refused
 
-    def encoder(format: Format, part: Part) -> ContextEncoder:
+    def encoder(format: RowFormat, part: DataPart) -> ContextEncoder:
         options = ChatOptions.of(part.data)
         most = part.data.max_length
         return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(prompt)
@@ -302,7 +302,9 @@ class ContextReport(DataReport):
 class ContextColumns(ReadingColumns):
     """Columns of a teacher that reads another prompt; trained tokens have labels in its reading too."""
 
-    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
+    ) -> dict[str, torch.Tensor]:
         """Return the teacher's columns; `teacher_rows` int64 [M] are the teacher's flat positions that correspond to
         `valid_rows`.
 
@@ -313,7 +315,7 @@ class ContextColumns(ReadingColumns):
         return reading | {"teacher_rows": reading[f"{PREFIX}valid_rows"]}
 
     @staticmethod
-    def teacher_row(row: Row) -> dict[str, Any]:
+    def teacher_row(row: BatchRow) -> dict[str, Any]:
         """Return the teacher's row, with the student's labels at the same tokens of each document.
 
         Raises:

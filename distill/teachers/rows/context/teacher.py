@@ -46,7 +46,9 @@ class ContextTeacher(ReadingTeacher):
         targets = self.inner.targets(self.inner_batch(batch))
         return at_positions(targets, batch["teacher_rows"], batch["valid_rows"], batch["input_ids"])
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
         mine = batch["input_ids"].numel()
         other = batch["teacher_input_ids"].numel()
@@ -55,7 +57,7 @@ class ContextTeacher(ReadingTeacher):
             f"padding); the {len(batch['valid_rows']):,} that are trained on are the same for both"
         )
         own = (self.student_batch(batch, True), student) if self.models else (self.inner_batch(batch), None)
-        return [*self.inner.validate_first_batch(*own, pairing), f"{'context':<12}{line}"]
+        return [*self.inner.validate_first_batch(*own, alignment), f"{'context':<12}{line}"]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses after a context that is the same for all; None where it depends on a row of the data."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distill.generation.documents import RetokenizedResponse
-from distill.teachers.rows.retokenised.encode import Reader, boundaries_of, end_pairs, tokens_before
+from distill.teachers.rows.retokenised.encode import TokenisedReader, boundaries_of, end_pairs, tokens_before
 
 
 class TeacherReader:
@@ -27,7 +27,7 @@ class TeacherReader:
         teacher: likewise of the teacher's.
     """
 
-    def __init__(self, student: Reader, teacher: Reader) -> None:
+    def __init__(self, student: TokenisedReader, teacher: TokenisedReader) -> None:
         self.student = student
         self.teacher = teacher
         self.ends = dict(end_pairs(student, teacher))
@@ -92,7 +92,7 @@ class TeacherReader:
         return ends
 
     @staticmethod
-    def _bytes(reader: Reader, ids: Sequence[int]) -> bytes:
+    def _bytes(reader: TokenisedReader, ids: Sequence[int]) -> bytes:
         return b"".join(reader.spelled[number] or b"" for number in ids)
 
     def _between(self, reference: Sequence[int], teacher_reference: Sequence[int]) -> tuple[bytes, bytes]:

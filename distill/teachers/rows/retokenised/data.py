@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions
-from distill.data.collator import Collator, Row
-from distill.data.formats import Format
+from distill.data.collator import BatchRow, Collator
+from distill.data.formats import RowFormat
 from distill.data.load import Splits, load_rows
 from distill.data.packing import Documents
 from distill.data.report import DataReport
-from distill.recipe import Data, Part
+from distill.recipe import Data, DataPart
 from distill.teachers.rows.reading import ReadingColumns
 from distill.teachers.rows.retokenised.encode import PairEncoder
 from distill.teachers.rows.retokenised.vocabularies import readers_of
@@ -91,7 +91,7 @@ def load_cross_data(
         )
     student, teacher = readers_of(student_tokenizer, teacher_tokenizer, data, teacher_kwargs)
 
-    def encoder(format: Format, part: Part) -> PairEncoder:
+    def encoder(format: RowFormat, part: DataPart) -> PairEncoder:
         options = ChatOptions.of(part.data)
         return PairEncoder(student, teacher, format, max_length=data.max_length, options=options)
 
@@ -101,7 +101,9 @@ def load_cross_data(
 class CrossColumns(ReadingColumns):
     """Columns of a teacher with another tokenizer, and what aligns its positions with the student's."""
 
-    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
+    ) -> dict[str, torch.Tensor]:
         """Return the teacher's columns, whose labels are the tokens of spans, and the alignment.
 
         Returns:
@@ -124,7 +126,7 @@ class CrossColumns(ReadingColumns):
         return teacher | {"spans": flat("spans", 2), "answer_starts": flat("answer_starts", 1)}
 
     @staticmethod
-    def teacher_row(row: Row) -> dict[str, Any]:
+    def teacher_row(row: BatchRow) -> dict[str, Any]:
         """Return the teacher's row, with labels at the tokens of spans; none of documents that both read alike."""
         ids = np.asarray(row["teacher_input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)

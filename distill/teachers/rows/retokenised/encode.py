@@ -16,13 +16,13 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat
-from distill.data.formats import Format, Sample
+from distill.data.formats import ConversationSample, RowFormat
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import (
     TOO_LONG,
-    Batch,
+    RowBatch,
     RowEncoder,
     encodable,
     split_text,
@@ -64,7 +64,7 @@ class TokenizedPair(NamedTuple):
         return dict(zip(PairEncoder.columns, columns, strict=True))
 
 
-class Part(NamedTuple):
+class AnswerText(NamedTuple):
     """Part of a text that is compared: characters `start` to `stop`, and the special token right after it."""
 
     start: int
@@ -72,7 +72,7 @@ class Part(NamedTuple):
     closing: str | None
 
 
-class Reader:
+class TokenisedReader:
     """One model's reading of text: its tokenizer, the bytes of its tokens, its chat template.
 
     Args:
@@ -121,7 +121,7 @@ class Reader:
             before += len(raw)
         return np.concatenate(ids), np.concatenate(ends)
 
-    def chat(self, sample: Sample, options: ChatOptions, max_length: int) -> TrainingChat:
+    def chat(self, sample: ConversationSample, options: ChatOptions, max_length: int) -> TrainingChat:
         """Return a chat as this model's template renders it, with prompts of fewer than `max_length` tokens."""
         assert self.template is not None and sample.messages is not None
 
@@ -140,11 +140,11 @@ class Reader:
             raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(sample.messages)} messages")
         return made
 
-    def parts(self, example: RenderedChat) -> list[Part]:
+    def parts(self, example: RenderedChat) -> list[AnswerText]:
         """Return the assistant's turns in an example."""
         return [self._part(example.text, *span) for span in example.spans]
 
-    def _part(self, text: str, start: int, stop: int) -> Part:
+    def _part(self, text: str, start: int, stop: int) -> AnswerText:
         """Return a turn without the spaces around it and the tokens that close it."""
         for match in reversed(list(self._special.finditer(text, start, stop))):
             if text[match.end() : stop].strip():
@@ -154,9 +154,9 @@ class Reader:
         stop = start + len(answer.rstrip())
         start = min(start + len(answer) - len(answer.lstrip()), stop)
         closing = self._special.match(text, stop)
-        return Part(start, stop, closing[0] if closing else None)
+        return AnswerText(start, stop, closing[0] if closing else None)
 
-    def closes(self, part: Part, ids: np.ndarray, at: int) -> bool:
+    def closes(self, part: AnswerText, ids: np.ndarray, at: int) -> bool:
         """Return whether token `at` is the special one that closes `part`."""
         if part.closing is None or at >= len(ids):
             return False
@@ -178,7 +178,7 @@ class Reader:
         return example.text[example.spans[-1][0] : self.parts(example)[-1].start]
 
 
-def end_pairs(student: Reader, teacher: Reader) -> tuple[tuple[int, int], ...]:
+def end_pairs(student: TokenisedReader, teacher: TokenisedReader) -> tuple[tuple[int, int], ...]:
     """Return the pairs of tokens that mean the same whatever their texts: the ends of a turn, and of a text."""
     pairs: list[tuple[int, int]] = []
     for one, other in ((student.closing(), teacher.closing()), (student.end, teacher.end)):
@@ -200,9 +200,9 @@ class PairEncoder(RowEncoder):
 
     def __init__(
         self,
-        student: Reader,
-        teacher: Reader,
-        format: Format,
+        student: TokenisedReader,
+        teacher: TokenisedReader,
+        format: RowFormat,
         *,
         max_length: int,
         options: ChatOptions = ChatOptions(),  # noqa: B008
@@ -225,7 +225,7 @@ class PairEncoder(RowEncoder):
             *self.options,
         ]
 
-    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[TokenizedPair]:
+    def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenizedPair]:
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
@@ -340,7 +340,7 @@ class PairEncoder(RowEncoder):
         starts = [(first + len(before[0]), other + len(before[1]))]
         return self._partly(ids, [run + [len(own) for own in before]], text, tally, starts)
 
-    def _chat(self, sample: Sample, tally: RowCounts) -> list[TokenizedPair]:
+    def _chat(self, sample: ConversationSample, tally: RowCounts) -> list[TokenizedPair]:
         """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
         made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
@@ -403,7 +403,7 @@ class PairEncoder(RowEncoder):
             runs.append(run)
         return self._partly([ids_s, ids_t], runs, text, tally, begins, example.turns)
 
-    def _prompt(self, sample: Sample, tally: RowCounts) -> TokenizedPair:
+    def _prompt(self, sample: ConversationSample, tally: RowCounts) -> TokenizedPair:
         """Return the pair of a prompt and, in place of the answer, the token that ends a text."""
         made = []
         for side in self.sides:

@@ -22,7 +22,7 @@ from distill.models.head import LogitTransform
 from distill.models.loading import load_tokenizer
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
-from distill.objectives.measure import SPANS, Measure
+from distill.objectives.measure import SPANS, DivergenceUnit
 from distill.objectives.span_loss import CHUNK_SHARE, ELEMENT_BYTES, CrossTokenizerLoss, Spans, SpanTargets
 from distill.objectives.targets import (
     Batch,
@@ -40,7 +40,7 @@ from distill.teachers.rows.reading import ReadingPlan, ReadingTeacher
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossColumns, load_cross_data
-from distill.teachers.rows.retokenised.encode import Reader
+from distill.teachers.rows.retokenised.encode import TokenisedReader
 from distill.teachers.rows.retokenised.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
 from distill.teachers.vocabulary import Match, Vocabulary
 
@@ -66,13 +66,13 @@ class SpansFormat(TargetFormat):
         """Return a pairing over every token of both heads."""
         return VocabularyAlignment(student, rows, None)
 
-    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> CrossTokenizerLoss:
-        return CrossTokenizerLoss(build_loss(section, self.inner.transforms(pairing)), self.shared)
+    def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> CrossTokenizerLoss:
+        return CrossTokenizerLoss(build_loss(section, self.inner.transforms(alignment)), self.shared)
 
-    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
-        return HeldOutLoss(lambda term: self.loss([term], pairing))
+    def held_out(self, alignment: VocabularyAlignment) -> TargetLoss:
+        return HeldOutLoss(lambda term: self.loss([term], alignment))
 
-    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+    def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; statistics have an entry per span, [M]."""
         assert isinstance(loss, CrossTokenizerLoss | HeldOutLoss)
         with self.inner.head.open() as teacher:
@@ -120,13 +120,15 @@ class CrossTeacher(ReadingTeacher):
         return SpanTargets(hidden, Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"], batch["teacher_input_ids"])
 
     @torch.no_grad()
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def validate_first_batch(
+        self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
+    ) -> list[str]:
         """Check the inner teacher, and report the share of its probability on tokens that the student has."""
-        lines = self.inner.validate_first_batch(self.inner_batch(batch), None, pairing)
+        lines = self.inner.validate_first_batch(self.inner_batch(batch), None, alignment)
         targets = self.targets(batch)
-        loss = self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
+        loss = self.spans.loss([LossTerm("forward_kl", 1.0)], alignment)
         with self.hidden.head.open() as head:
-            share = loss.matched(targets, head, pairing.columns).item()
+            share = loss.matched(targets, head, alignment.columns).item()
         matched = (
             f"{share:.1%} of the teacher's probability is on shared tokens, over {len(targets.spans.student):,} "
             "aligned places of held-out text; figures are means over such places"
@@ -148,7 +150,7 @@ class CrossPlan(ReadingPlan):
     def vocabulary(self) -> CrossVocabulary:
         return CrossVocabulary(self)
 
-    def measure(self) -> Measure:
+    def measure(self) -> DivergenceUnit:
         return SPANS
 
     def footprint(self, context: FootprintContext) -> Footprint:
@@ -177,7 +179,7 @@ class CrossVocabulary(Vocabulary):
         self.teacher_tokenizer = self.inner.teacher_tokenizer
 
     @functools.cached_property
-    def readers(self) -> tuple[Reader, Reader]:
+    def readers(self) -> tuple[TokenisedReader, TokenisedReader]:
         return readers_of(
             self.tokenizer, self.teacher_tokenizer, self.recipe.data, self.recipe.teacher.chat_template_kwargs
         )
@@ -187,7 +189,7 @@ class CrossVocabulary(Vocabulary):
         return compare_by_bytes(*self.readers)
 
     def tokenizers(self) -> list[Any]:
-        """Return the `Reader`s of the teacher and the student."""
+        """Return the `TokenisedReader`s of the teacher and the student."""
         return list(reversed(self.readers))
 
     @property

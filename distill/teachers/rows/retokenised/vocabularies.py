@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.data.chat import load_template, template_of
 from distill.recipe import Data
 from distill.teachers.rows.retokenised.alignment import Shared, shared_tokens
-from distill.teachers.rows.retokenised.encode import Reader, end_pairs
+from distill.teachers.rows.retokenised.encode import TokenisedReader, end_pairs
 
 
 class Vocabularies(NamedTuple):
@@ -36,7 +36,7 @@ class Vocabularies(NamedTuple):
         )
 
 
-def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
+def compare_by_bytes(student: TokenisedReader, teacher: TokenisedReader) -> Vocabularies:
     """Return the shared tokens of two readers' vocabularies."""
     ends = end_pairs(student, teacher)
     return Vocabularies(
@@ -52,7 +52,7 @@ def readers_of(
     teacher_tokenizer: PreTrainedTokenizerBase,
     data: Data,
     teacher_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[Reader, Reader]:
+) -> tuple[TokenisedReader, TokenisedReader]:
     """Return both models' readers.
 
     Args:
@@ -70,10 +70,12 @@ def readers_of(
         teacher = load_template(data.chat_template, teacher_tokenizer, name, data.chat_template_kwargs)
     else:
         teacher = template_of(data, teacher_tokenizer, name, kwargs=teacher_kwargs, field="teacher")
-    return Reader(student_tokenizer, student, "student.model"), Reader(teacher_tokenizer, teacher, "teacher.model")
+    return TokenisedReader(student_tokenizer, student, "student.model"), TokenisedReader(
+        teacher_tokenizer, teacher, "teacher.model"
+    )
 
 
-def require_rows(reader: Reader, rows: int) -> None:
+def require_rows(reader: TokenisedReader, rows: int) -> None:
     """Check that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one.
 
     Raises:
