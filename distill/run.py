@@ -47,7 +47,7 @@ from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
 from distill.models.meta_models import warn_of_mismatch
-from distill.models.patch.attention_choice import AttentionChoices, read_choices
+from distill.models.patch.attention_choice import AttentionChoices, read_attention_choices
 from distill.objectives.plugin import allowed_plugin
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import device_here
@@ -274,7 +274,7 @@ class Run:
         """Return the attention back ends of an earlier start or a lock, and preset the kernels of an earlier start."""
         folder = self.run_lock.folder
         tuning.preset_choices(tuning.read_choices(folder / KERNELS_FILE) if is_resumed else {})
-        return read_choices(folder) if is_resumed else locked_attention(required, str(self.lock))
+        return read_attention_choices(folder) if is_resumed else locked_attention(required, str(self.lock))
 
     # ------------------------------------------------------------------ open
 

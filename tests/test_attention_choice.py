@@ -9,7 +9,7 @@ from helpers import ops_called, relative_error
 from tiny import tiny_model
 
 from distill.models.patch import attention
-from distill.models.patch.attention_choice import ATTENTION_FILE, AttentionChoices, read_choices
+from distill.models.patch.attention_choice import ATTENTION_FILE, AttentionChoices, read_attention_choices
 from distill.recipe import parse
 
 RECIPE = "{teacher: {model: t}, student: {model: s}, data: {source: x, max_length: 64}, train: {steps: 1}}"
@@ -45,7 +45,7 @@ def test_a_resumed_run_does_not_choose_again(timed, tmp_path):
     first.of(tiny_model(), "student")
     first.write(tmp_path)
     timed.clear()
-    again = AttentionChoices(parse(RECIPE), read_choices(tmp_path))
+    again = AttentionChoices(parse(RECIPE), read_attention_choices(tmp_path))
     assert again.of(tiny_model(), "student") == "triton" and timed == []
     assert again.of(tiny_model(), "teacher") == "cudnn" and len(timed) == 1  # was not recorded
 
@@ -59,14 +59,14 @@ def test_an_implementation_that_is_named_is_not_timed(timed, tmp_path):
     choices = AttentionChoices(parse(RECIPE, ["teacher.attention=eager"]))
     assert choices.of(tiny_model(), "teacher") is None and timed == []
     choices.write(tmp_path)
-    assert not (tmp_path / ATTENTION_FILE).exists() and read_choices(tmp_path) == {}
+    assert not (tmp_path / ATTENTION_FILE).exists() and read_attention_choices(tmp_path) == {}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"teacher": 3}', '{"teacher": {"backend": "magic"}}'])
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / ATTENTION_FILE).write_text(text)
     with pytest.raises(ValueError, match=r"attention\.json: expected the attention back ends.*delete it"):
-        read_choices(tmp_path)
+        read_attention_choices(tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])

@@ -24,7 +24,7 @@ from distill.commands.cache_epoch import load, make_cache
 from distill.core import ranks
 from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.teachers.backends.stored import epoch
 from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.maker import section_to_load
@@ -73,7 +73,7 @@ def missing_some(source, folder, kept):
     """A cache that was begun: its plan and the shards whose numbers `kept` takes."""
     folder.mkdir()
     shutil.copy(source / layout.PLAN, folder)
-    for number in range(len(layout.read_json(source / layout.MANIFEST)["shards"])):
+    for number in range(len(layout.read_store_json(source / layout.MANIFEST)["shards"])):
         if kept(number):
             shutil.copy(layout.shard_path(source, number), folder)
 
@@ -158,7 +158,7 @@ def hold_same(one, two, device):
     """Two caches hold the same documents; on GPUs to rounding, which may move a token at the edge of those kept."""
     first, second = (stored_documents(folder) for folder in (one, two))
     assert first.keys() == second.keys() and len(first) > 6
-    manifests = [layout.read_json(folder / layout.MANIFEST) for folder in (one, two)]
+    manifests = [layout.read_store_json(folder / layout.MANIFEST) for folder in (one, two)]
     of_files = ("shards", "sums", "files")
     plain = [{name: value for name, value in made.items() if name not in of_files} for made in manifests]
     assert plain[0] == plain[1]
@@ -190,7 +190,7 @@ def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):
     folder, alone, (first, second) = request.getfixturevalue(place)
     assert alone[case]["code"] == first[case]["code"] == second[case]["code"] == 0, (alone[case], first, second)
     hold_same(folder / f"one-{case}", folder / f"two-{case}", DEVICES[place])
-    manifest = layout.read_json(folder / f"two-{case}" / layout.MANIFEST)
+    manifest = layout.read_store_json(folder / f"two-{case}" / layout.MANIFEST)
     assert len(manifest["shards"]) > 5 and manifest["teacher"]["files_sha256"]
     assert not second[case]["out"], "one process speaks"
     told = [json.loads(way["out"][way["out"].index("{") :]) for way in (alone[case], first[case])]
@@ -204,7 +204,10 @@ def test_all_processes_ask_a_sharded_teacher_as_often(request, place):
     folder, _, (first, second) = request.getfixturevalue(place)
     assert len(first["calls"]) == len(second["calls"])
     assert all(first["calls"])
-    assert sum(first["calls"]) + sum(second["calls"]) == layout.read_json(folder / "counted/manifest.json")["positions"]
+    assert (
+        sum(first["calls"]) + sum(second["calls"])
+        == layout.read_store_json(folder / "counted/manifest.json")["positions"]
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -321,7 +324,7 @@ def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
 
 
 def test_check_prints_the_cost_of_caching():
-    found = [check(of_70b(), find_device("H100"), gpus=gpus, read_data=False).teacher_text for gpus in (2, 4)]
+    found = [check_run(of_70b(), find_device("H100"), gpus=gpus, read_data=False).teacher_text for gpus in (2, 4)]
     assert "GiB on each GPU while it is cached, the teacher sharded (FSDP2), more than its memory" in found[0]
     assert found[1].endswith("GiB on each GPU while it is cached, the teacher sharded (FSDP2)")
 

@@ -93,7 +93,9 @@ def test_an_fp8_teacher_is_cached_in_fp8(here, device):
         hold_to(teacher, loaded, cache)
         prompts = ["The teacher"]
         answers = greedy_responses(teacher, loaded.pair.tokenizer, prompts, 5)
-        assert layout.read_json(cache.folder / layout.ANSWERS)["answers"] == dict(zip(prompts, answers, strict=True))
+        assert layout.read_store_json(cache.folder / layout.ANSWERS)["answers"] == dict(
+            zip(prompts, answers, strict=True)
+        )
 
 
 def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):

@@ -19,7 +19,7 @@ from distill.doctor.reference_spans import ReferenceLogits, dense_spans
 from distill.evaluation.evaluate import evaluate
 from distill.objectives.span_loss import Spans
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import Data, parse
 from distill.recipe.loss import Loss, PlainTerm
 from distill.run import run
@@ -284,7 +284,7 @@ def test_check_reports_the_vocabularies_of_two_tokenizers(folders, random):
     """`distill check` of a recipe across tokenizers: no verdict on ids, the data by both tokenizers."""
     text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})
     dry = ["student.init=random", f"student.config={folders / 'student' / 'config.json'}"]
-    report = check(parse(text, dry if random else []), find_device("cpu"))
+    report = check_run(parse(text, dry if random else []), find_device("cpu"))
     assert report.problems == [] and report.vocabulary_ok and "tokens are the same" in report.vocabulary
     assert "one token of each" in report.data
 
@@ -301,4 +301,4 @@ def test_a_dry_run_keeps_the_students_tokenizer_and_every_id_needs_a_row(folders
     few, told = parse(text, [*dry[:2], f"{dry[2]}200.json"]), "student.model: expected a row .* up to 329; got 200"
     with pytest.raises(ValueError, match=told):
         run(few)
-    assert re.match(told, check(few, find_device("cpu")).problems[0])
+    assert re.match(told, check_run(few, find_device("cpu")).problems[0])

@@ -239,7 +239,7 @@ def test_the_benchmarks_candidates_agree():
 
 
 def test_a_model_on_triton_kernels_alone(kernel_device):
-    from distill.models.patch.triton_only import forward_on_triton, use_triton_only
+    from distill.models.patch.triton_only import linear_on_triton, use_triton_only
     from scripts.bench.cuda_free import ways
 
     model = tiny_model(layers=1).to(kernel_device, torch.bfloat16 if kernel_device.type == "cuda" else torch.float32)
@@ -249,7 +249,7 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
     x = torch.randn(2, 70, 32, device=kernel_device, dtype=model.dtype)
     linear = model.model.layers[0].mlp.up_proj
     with torch.no_grad():
-        torch.testing.assert_close(forward_on_triton(linear, x), linear(x))
+        torch.testing.assert_close(linear_on_triton(linear, x), linear(x))
     with pytest.raises(ValueError, match="--kernels: triton takes plain linear layers, got the products of a GPT-2"):
         use_triton_only(tiny_model(kind="gpt2"))
     with pytest.raises(ValueError, match=r"multiples of 8, got model.layers.0.*36 x 32"):

@@ -13,7 +13,7 @@ from test_run import workplace  # noqa: F401  (a fixture)
 from distill.core.errors import RunError
 from distill.evaluation.evaluate import HeldOut, describe_reduction, relative_reduction
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import RecipeError, load, parse
 from distill.recipe.shipped import shipped_recipes
 from distill.recipe.unusual_values import unusual_settings
@@ -130,7 +130,7 @@ def test_shipped_recipes_are_within_what_is_in_use():
 
 
 def test_check_points_out_settings_and_refuses_reports_that_are_not_installed(workplace, monkeypatch):  # noqa: F811
-    report = check(small("train.learning_rate=0.5", "train.report_to=codecarbon"), find_device("cpu"))
+    report = check_run(small("train.learning_rate=0.5", "train.report_to=codecarbon"), find_device("cpu"))
     assert any("train.learning_rate: 0.5 is far outside" in note for note in report.notes)
     assert [problem for problem in report.problems if problem.startswith("train.report_to: codecarbon is not ins")]
     assert not report.ok

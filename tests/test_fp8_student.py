@@ -29,7 +29,7 @@ from distill.models.patch.patching import patch, unpatch
 from distill.models.precision import fp8_student
 from distill.models.precision.fp8_student import compute_in_fp8
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import RecipeError, parse
 from distill.recipe.models import Lora
 from distill.run import run
@@ -237,12 +237,12 @@ def test_fp8_settings_of_a_recipe(workplace):
     with pytest.raises(RecipeError, match="may compute in fp8"):
         parse(RECIPE, ["student.dtype=fp8"])
     for gpu, can in (("H100", True), ("A100", False)):
-        report = check(parse(RECIPE), find_device(gpu))
+        report = check_run(parse(RECIPE), find_device(gpu))
         problems = [problem for problem in report.problems if problem.startswith("student.compute: fp8 needs a GPU")]
         assert bool(problems) != can and any("student.compute: fp8" in note for note in report.notes)
     shapes = ["teacher.config=llama-3.1-8b", "student.config=llama-3.2-1b", "data.max_length=4096"]
     plans = ([*shapes, "train.tokens_per_step=null", *more] for more in ([], ["student.compute=auto"]))
-    narrow, plain = (check(parse(RECIPE, overrides), find_device("H200")) for overrides in plans)
+    narrow, plain = (check_run(parse(RECIPE, overrides), find_device("H200")) for overrides in plans)
     assert 0.85 < narrow.seconds_per_step / plain.seconds_per_step < 0.95
     assert narrow.memory.parts["weight copies"] == 0
     assert 0.85 < narrow.memory.parts["activations"] / plain.memory.parts["activations"] < 0.92

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.models.fp8_teacher import load_a_layer_at_a_time, quantise
+from distill.models.fp8_teacher import load_a_layer_at_a_time, quantise_teacher
 from distill.models.load.fingerprint import fingerprint
 from distill.models.loading import load_teacher
 from distill.models.patch import recognition
@@ -122,7 +122,7 @@ def test_at_most_one_module_of_a_teacher_is_held_twice():
             return function(*args, **(kwargs or {}))
 
     with Counting():
-        assert quantise(teacher) == len(twice) == 5 * 7
+        assert quantise_teacher(teacher) == len(twice) == 5 * 7
     assert max(twice) <= 3, twice
 
 
@@ -155,7 +155,7 @@ def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path, skip, count):
     )
     whole = load_teacher(section, dtype=torch.float32)
     assert not is_quantised(whole)
-    assert quantise(whole, section.fp8_skip) == count
+    assert quantise_teacher(whole, section.fp8_skip) == count
     ours = load_a_layer_at_a_time(section, device=torch.device("cpu"), dtype=torch.float32)
     assert is_quantised(ours) and type(ours.lm_head) is torch.nn.Linear
     ids = torch.arange(3, 12)[None]
@@ -221,7 +221,7 @@ def in_fp8(model):
 def test_excluded_layers_are_unchanged():
     teacher = tiny_model(layers=12, hidden=64)
     every = in_fp8(copy.deepcopy(swap(teacher)))
-    quantise(teacher, ["1", "10.mlp"])
+    quantise_teacher(teacher, ["1", "10.mlp"])
     left = every - in_fp8(teacher)
     assert {name.split(".")[2] for name in left} == {"1", "10"} and len(left) == 7 + 3
     assert all(".1." in name or ".mlp." in name for name in left)
@@ -238,7 +238,7 @@ def test_a_part_that_the_model_has_not_is_refused(part):
     with pytest.raises(
         ValueError, match=r"teacher.fp8_skip: expected layers 0 to 1, .* 0.self_attn, 0.mlp; got " + part
     ):
-        quantise(tiny_model(hidden=64), [part])
+        quantise_teacher(tiny_model(hidden=64), [part])
 
 
 def test_the_setting_has_one_spelling():
@@ -258,7 +258,7 @@ def test_suggested_settings_match_a_run_with_them():
     def moved(skip):
         fresh = LoadedTeacher(copy.deepcopy(teacher))
         before = Before(fresh.model, fresh.hidden, batch)
-        quantise(fresh.model, skip)
+        quantise_teacher(fresh.model, skip)
         left = [m for name, m in fresh.model.named_modules() if type(m) is torch.nn.Linear and name != "lm_head"]
         return before.moved(), sum(linear.weight.numel() for linear in left)
 
@@ -287,7 +287,7 @@ def test_fingerprints_see_the_weights_in_fp8():
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight[3, 3] += 1
     marks = {fingerprint(swap(one)), fingerprint(swap(other)), fingerprint(one)}
-    quantise(one, ["1"])
+    quantise_teacher(one, ["1"])
     assert len(marks | {fingerprint(one)}) == 4
 
 

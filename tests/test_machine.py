@@ -20,7 +20,7 @@ from distill.models.gpu_specs import GPU_SPECS, find_gpu_spec, match_gpu_spec, p
 from distill.models.shape import USABLE
 from distill.planning.device_plan import planned_precision
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import load, parse
 from distill.teachers import kernels, opening
 from distill.teachers.load_context import load_context
@@ -107,7 +107,7 @@ def test_a_path_names_the_kernels_and_how_they_were_tested(family):
 
 def plan(gpu, *overrides):
     recipe = load(ROOT / "recipes" / "llama3-8b-to-1b-lora.yaml", overrides)
-    return check(recipe, find_device(gpu), read_data=False)
+    return check_run(recipe, find_device(gpu), read_data=False)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from distill.models.gpu_specs import PCIE_5
 from distill.models.precision.offload import offload_layers
 from distill.models.shape import model_sizes
 from distill.planning.devices import LINK_EFFICIENCY, find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.planning.step_time import GEMM_EFFICIENCY
 from distill.recipe import load
 from distill.recipe.shipped import find_recipe
@@ -16,7 +16,7 @@ from distill.teachers.registry import source_of
 
 
 def looked_at(*overrides, gpu="H100", gpus=1, name="llama3-8b-to-1b"):
-    return check(load(find_recipe(name), overrides), find_device(gpu), gpus=gpus, read_data=False)
+    return check_run(load(find_recipe(name), overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
 def test_check_counts_what_stays_and_what_waits():

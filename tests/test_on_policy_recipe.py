@@ -44,7 +44,7 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, unr
 def test_check_counts_the_kv_cache_of_rollouts(workplace):
     from distill.planning.devices import find_device
     from distill.planning.memory import step_memory
-    from distill.planning.preflight import check, device_plan
+    from distill.planning.preflight import check_run, device_plan
     from distill.teachers.registry import source_of
 
     with_own, without = (
@@ -56,7 +56,7 @@ def test_check_counts_the_kv_cache_of_rollouts(workplace):
     assert with_own.peak - without.peak == cache and "cache of rollouts" not in without.parts
     recipe = parse(RECIPE)
     longest = source_of(recipe).vocabulary().read(recipe.data, recipe.train.seed).report.longest
-    read = check(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
+    read = check_run(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
     assert read == cache / 64 * (longest + recipe.data.on_policy.max_new_tokens) and 0 < longest < 64 - 8
     plan = device_plan(parse(RECIPE, ["data.on_policy.max_staleness=1"]), find_device("cpu"), 1)
     ahead = step_memory(plan)

@@ -22,7 +22,7 @@ from distill.planning import memory
 from distill.planning.device_plan import planned_precision
 from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.memory import LOADING, layer_activations, step_memory
-from distill.planning.preflight import check, device_plan
+from distill.planning.preflight import check_run, device_plan
 from distill.planning.step_time import COPY_EFFICIENCY
 from distill.recipe import Lora, WeightedLocalTeacherConfig, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
@@ -120,7 +120,7 @@ def test_activations_are_what_autograd_keeps():
 
 
 def of(*overrides, gpu="H200", gpus=1):
-    return check(recipe(*overrides), find_device(gpu), gpus=gpus, read_data=False)
+    return check_run(recipe(*overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
 def test_weights_gradients_and_states_are_exact():
@@ -235,13 +235,13 @@ def test_time_and_disk_follow_the_sizes():
 @pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
 def test_every_shipped_recipe_fits_its_hardware(shipped):
     gpu, gpus = HARDWARE.get(shipped.name, ("H100", 1))
-    report = check(load(shipped.path), find_device(gpu), gpus=gpus, read_data=False)
+    report = check_run(load(shipped.path), find_device(gpu), gpus=gpus, read_data=False)
     assert report.fits, report.problems
 
 
 def of_70b(*overrides, gpu="H100", gpus=4):
     path = ROOT / "recipes" / "llama3-70b-to-8b-lora.yaml"
-    return check(load(path, overrides), find_device(gpu), gpus=gpus, read_data=False)
+    return check_run(load(path, overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
 def test_a_teacher_of_70b_is_shared_by_four_gpus():
@@ -262,7 +262,7 @@ def test_a_teacher_of_70b_is_shared_by_four_gpus():
 def test_several_teachers_are_all_held_and_all_run():
     one, section = of(), WeightedLocalTeacherConfig(init="random", config="llama-3.1-8b", dtype="bfloat16")
     both = recipe().model_copy(update={"teachers": [section, section]})
-    two = check(both, find_device("H200"), read_data=False)
+    two = check_run(both, find_device("H200"), read_data=False)
     assert two.memory.parts["teacher"] == 2 * one.memory.parts["teacher"]
     more = two.flops_per_step - one.flops_per_step
     assert more == pytest.approx(65_536 * 2 * 8.03e9, rel=0.1)
@@ -425,7 +425,7 @@ def test_the_prediction_holds_on_this_gpu():
         train: {steps: 2, batch_size: 4, precision: bfloat16}
         """
     )
-    predicted = check(small, find_device(None), read_data=False).memory.peak
+    predicted = check_run(small, find_device(None), read_data=False).memory.peak
     assert probe(small).peak == pytest.approx(predicted, rel=0.1)
 
 

@@ -26,7 +26,7 @@ from distill.models.loading import load_student, load_teacher
 from distill.models.patch.patching import patch
 from distill.models.quantised_checkpoints import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import LocalTeacherConfig, RecipeError, Student, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
@@ -257,7 +257,7 @@ def test_a_recipe_that_cannot_be_is_refused(overrides, message):
 
 
 def looked_at(*overrides, gpu="H100"):
-    return check(load(find_recipe("llama3-8b-to-1b"), overrides), find_device(gpu), read_data=False)
+    return check_run(load(find_recipe("llama3-8b-to-1b"), overrides), find_device(gpu), read_data=False)
 
 
 def test_check_counts_one_byte_a_weight_but_head_and_embedding():
@@ -286,7 +286,9 @@ def test_check_counts_one_byte_a_weight_but_head_and_embedding():
 def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):  # noqa: F811
     assert stored_bits(config) == bits
     saved(workplace / "few", config)
-    report = check(run_recipe("teacher.model=few", "student={model: student}"), find_device("H100"), read_data=False)
+    report = check_run(
+        run_recipe("teacher.model=few", "student={model: student}"), find_device("H100"), read_data=False
+    )
     shape = report.teacher
     assert shape.stored_bits == bits and not report.problems
     saved_bytes = 0 if bits is None else shape.linear * (2 - bits / 8)
@@ -301,7 +303,7 @@ def test_check_reports_quantised_models_that_cannot_be_used(workplace):  # noqa:
         (["teacher={model: few, dtype: fp8}", "student={model: student}"], "teacher.dtype: few is quantised already"),
         (["teacher={model: few, offload: cpu}", "student={model: student}"], "teacher.offload: cpu needs weights in"),
     ):
-        report = check(run_recipe(*overrides), find_device("H100"), read_data=False)
+        report = check_run(run_recipe(*overrides), find_device("H100"), read_data=False)
         assert any(problem.startswith(message) for problem in report.problems), (message, report.problems)
 
 

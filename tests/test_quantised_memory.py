@@ -11,7 +11,7 @@ from distill.models.adapters import add_lora
 from distill.models.dtypes import quantised_weights
 from distill.planning.devices import find_device
 from distill.planning.memory import step_memory
-from distill.planning.preflight import check, device_plan
+from distill.planning.preflight import check_run, device_plan
 from distill.recipe import parse
 from distill.training.quantise import quantise_at_once
 
@@ -76,11 +76,11 @@ def test_the_plan_counts_the_bytes_that_training_holds(tmp_path, monkeypatch, na
 def test_the_check_names_what_a_format_cannot_hold(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_model(hidden=64, intermediate_size=72).config.save_pretrained("student")
-    found = check(parse(PLANNED), find_device("H100"))
+    found = check_run(parse(PLANNED), find_device("H100"))
     (note,) = [note for note in found.notes if note.startswith("student.quantise: ")]
     assert "2 matrices (" in note and "stay as they are, such as model.layers.0.mlp.down_proj.weight: rows" in note
     tiny_model(hidden=64).config.save_pretrained("student")
-    assert not [note for note in check(parse(PLANNED), find_device("H100")).notes if "student.quantise" in note]
+    assert not [note for note in check_run(parse(PLANNED), find_device("H100")).notes if "student.quantise" in note]
 
 
 def test_autocast_copies_the_weights_of_a_quantised_student_with_adapters(tmp_path, monkeypatch):

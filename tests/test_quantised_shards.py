@@ -24,7 +24,7 @@ from distill.core.ranks import exit_process
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.precision.quantised_student import quantise_student
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import parse
 from distill.recipe.quantise import Quantise
 from distill.run import run
@@ -236,7 +236,7 @@ def test_a_student_that_does_not_fit_is_sharded_unless_it_has_adapters(adapters,
         f"teacher: {llama}, dtype: bfloat16}}\nstudent: {llama}, lora: {adapters}, quantise: {{format: q4_k}}}}\n"
         "data: {source: synthetic, max_length: 2048}\ntrain: {steps: 1, batch_size: 1, precision: bfloat16}"
     )
-    report = check(recipe, find_device("H100"), gpus=8, read_data=False)
+    report = check_run(recipe, find_device("H100"), gpus=8, read_data=False)
     assert report.strategy.partition(",")[0] == expected and report.fits is (expected == "fsdp")
 
 

@@ -13,7 +13,7 @@ from distill.cli import run_command
 from distill.models.gpu_specs import GPU_SPECS
 from distill.models.shape import model_sizes
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.planning.step_time import seconds_per_token
 from distill.recipe import load
 from distill.recipe.shipped import find_architecture
@@ -53,13 +53,13 @@ train: {steps: 3, batch_size: 2, tokens_per_step: 512}
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """`check` of the recipe above with overrides, on an H200."""
+    """`check_run` of the recipe above with overrides, on an H200."""
     monkeypatch.chdir(tmp_path)
     save_models(tmp_path, teacher={"layers": 4})
     pairs = [{"prompt": f"Question {n}?", "completion": f"It is {n * n}."} for n in range(64)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     Path("r.yaml").write_text(RECIPE)
-    return lambda *overrides: check(load("r.yaml", overrides), find_device("H200"))
+    return lambda *overrides: check_run(load("r.yaml", overrides), find_device("H200"))
 
 
 def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):

@@ -17,7 +17,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import HeadForward, StepInputs
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
@@ -340,7 +340,7 @@ def test_check_counts_what_each_model_reads(place):
         "data.fields.teacher=null",
         f"teacher={{model: {place}/math, {CONTEXT}}}",
     )
-    report = check(recipe, find_device("H100"))
+    report = check_run(recipe, find_device("H100"))
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
     from distill.models.flops import count_flops

@@ -55,7 +55,7 @@ def test_a_run_writes_its_file_and_names_the_command_where_llama_cpp_is_missing(
 
 
 @pytest.mark.engines
-@pytest.mark.skipif(not llama_cpp.is_installed(), reason="python -m scripts.engines install llama_cpp")
+@pytest.mark.skipif(not llama_cpp.llama_cpp_is_installed(), reason="python -m scripts.engines install llama_cpp")
 def test_the_file_has_the_divergence_of_the_run_on_the_same_tokens(place, monkeypatch, capsys):
     """The file holds the trained weights; llama.cpp rounds activations to 8 bits beside."""
     monkeypatch.setenv("DISTILL_ENGINES", str(llama_cpp.folder().parent.resolve()))

@@ -6,7 +6,7 @@ import pytest
 
 from distill.planning import teacher_server as planning
 from distill.planning.devices import find_device
-from distill.planning.preflight import check, device_plan
+from distill.planning.preflight import check_run, device_plan
 from distill.recipe import RecipeError, load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,20 +67,20 @@ def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp
 
 
 def test_check_prints_the_memory_of_both_sides():
-    report = check(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, read_data=False)
+    report = check_run(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, read_data=False)
     assert report.ok and report.fits and report.training == 2 and report.strategy.endswith("on 2, teacher on 2")
     assert any("2 of 4 serve the teacher (a copy each, 70." in note for note in report.notes)
     head = 128256 * 8192 * 2 / GIB
     assert report.memory.parts["teacher"] / GIB == pytest.approx(head)
-    shards = check(
+    shards = check_run(
         lora_70b("parallel={teacher: served, teacher_gpus: 2}"), find_device("H100"), gpus=4, read_data=False
     )
     assert any("(shards, 71." in note for note in shards.notes) and shards.ok
     one = lora_70b("parallel={teacher: served, teacher_gpus: 1}", "train.tokens_per_step=98304")
-    whole = check(one, find_device("H100"), gpus=4, read_data=False)
+    whole = check_run(one, find_device("H100"), gpus=4, read_data=False)
     assert not whole.ok and any("got 13" in problem for problem in whole.problems)
     with pytest.raises(ValueError, match="expected fewer than the 1 GPUs there are"):
-        check(one, find_device("H100"), gpus=1, read_data=False)
+        check_run(one, find_device("H100"), gpus=1, read_data=False)
 
 
 @pytest.mark.parametrize(

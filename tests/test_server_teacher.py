@@ -18,7 +18,7 @@ from distill.doctor import examine, invariants, invariants_runs
 from distill.objectives.top_k import top_k_targets
 from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.run import run
 from distill.serving.app import RequestLimits, make_app
 from distill.serving.engine import ServingEngine
@@ -141,7 +141,7 @@ def test_check_asks_once_who_it_is_whatever_it_advises(place, engine):
         await app(scope, receive, send)
 
     with running(noted) as url:
-        report = check(recipe_in(place, *from_server(url)), find_device("cpu"))
+        report = check_run(recipe_in(place, *from_server(url)), find_device("cpu"))
     assert not report.problems and "bytes per trained token come from there" in report.teacher_text
     assert paths.count("/v1/identity") == 1
 

@@ -23,7 +23,7 @@ from distill.data.collator import Collator
 from distill.objectives.top_k import top_k_targets
 from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import LocalTeacherConfig
 from distill.run import run
 from distill.serving.open import running
@@ -124,14 +124,14 @@ def test_documents_longer_than_a_servers_limit_are_reported_before_a_run(place, 
     with running(vllm(engine)) as address:
         asks = from_server(address, protocol="vllm", top_k=8)
         told = "data.max_length: expected at most 511, since vLLM was started with --max-model-len 512, got 512"
-        report = check(recipe_in(place, *asks, "data.max_length=512"), find_device("cpu"))
+        report = check_run(recipe_in(place, *asks, "data.max_length=512"), find_device("cpu"))
         assert [problem for problem in report.problems if problem.startswith(told)], report.problems
         with pytest.raises(ValueError, match=r"data\.max_length: expected at most 511"):
             run(recipe_in(place, *asks, "data.max_length=512"), name="too-long")
-        assert not check(recipe_in(place, *asks, "data.max_length=511"), find_device("cpu")).problems
+        assert not check_run(recipe_in(place, *asks, "data.max_length=511"), find_device("cpu")).problems
         states = from_server(address, protocol="vllm", folder=str(place))
         for length, most in ((513, 512), (512, None)):
-            problems = check(recipe_in(place, *states, f"data.max_length={length}"), find_device("cpu")).problems
+            problems = check_run(recipe_in(place, *states, f"data.max_length={length}"), find_device("cpu")).problems
             told = [problem for problem in problems if "--max-model-len" in problem]
             assert [f"expected at most {most}," in problem for problem in told] == [True] * (most is not None), told
 

@@ -9,7 +9,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.planning.devices import find_device
-from distill.planning.preflight import check
+from distill.planning.preflight import check_run
 from distill.recipe import load
 from distill.training.progress import read_metrics
 
@@ -45,7 +45,7 @@ SMALL = [
 def test_recipe_headers_have_the_estimates_of_check(name):
     header = (RECIPES / f"{name}.yaml").read_text().split("\n\nteacher:")[0]
     assert f"`distill check {name} --gpu {PLANNED[name]}`, not measured" in header
-    report = check(load(RECIPES / f"{name}.yaml"), find_device(PLANNED[name]), read_data=False)
+    report = check_run(load(RECIPES / f"{name}.yaml"), find_device(PLANNED[name]), read_data=False)
     assert report.ok and report.fits, report.problems
     said = {part: float(gib) for part, gib in re.findall(r"^#   (\w[\w ]*?)  .* (\d+\.\d) GiB$", header, re.M)}
     expected = {part: size / GIB for part, size in report.memory.parts.items() if size >= 0.05 * GIB}

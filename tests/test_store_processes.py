@@ -25,7 +25,7 @@ from distill.cli import run_command
 from distill.core.tensor_files import write_tensors
 from distill.models.precision.host_copy import HostCopy
 from distill.teachers.backends.stored.contents import Piece, write_part
-from distill.teachers.backends.stored.format import KEY_BYTES, PART, PLAN, StoreKey, read_json, shard_path
+from distill.teachers.backends.stored.format import KEY_BYTES, PART, PLAN, StoreKey, read_store_json, shard_path
 from distill.teachers.backends.stored.store import Fills, Store
 
 RECIPE = """
@@ -146,7 +146,7 @@ def store(models, tmp_path, monkeypatch):
 
 def test_a_store_is_read_while_another_process_renames_its_parts(store):
     """Parts become shards and shards parts, over and over: every document is found, with the bits that were stored."""
-    plan = read_json(store / PLAN)
+    plan = read_store_json(store / PLAN)
     whole = load_file(shard_path(store, 0))
     keys = [bytes(key) for key in whole["keys"].numpy()]
     half = len(keys) // 2

@@ -216,7 +216,7 @@ def test_order_packing_and_padding_change_nothing(loaded, bucket):
     documents = [
         {name: np.asarray(row[name])[d.start : d.stop] for name in row}
         for row in rows
-        for d in layout.documents_of(row)
+        for d in layout.stored_documents(row)
     ]
     apart = [dict(d, position_ids=np.arange(len(d["input_ids"]))) for d in documents]
     for arranged, collator in (
@@ -234,7 +234,7 @@ def test_order_packing_and_padding_change_nothing(loaded, bucket):
 def test_what_is_not_learned_needs_no_teacher(loaded, bucket):
     rows = some(loaded, 2)
     unknown = {"input_ids": [5] * 9, "labels": [-100] * 9, "position_ids": list(range(9))}
-    assert not list(layout.documents_of(unknown))
+    assert not list(layout.stored_documents(unknown))
     whole, _ = differentiate(cached(loaded, bucket, MIXED), rows)
     packed = {name: [*rows[0][name], *unknown[name]] for name in unknown}
     packed["labels"][0] = packed["labels"][len(rows[0]["labels"])] = 5  # documents' first tokens count for nothing

@@ -116,7 +116,7 @@ def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> 
     return {name: tensor.cuda() for name, tensor in {"input_ids": ids, "labels": ids, "valid_rows": rows}.items()}
 
 
-def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) -> StepTime:
+def time_step(name: str, step: Step, tokens: int, flops: float, steps: int = 8) -> StepTime:
     """Run `step` and return medians over `steps` of them, or more where they take less than two seconds."""
     loss = float(step(Clock()))
     step(Clock())
@@ -338,7 +338,7 @@ def _bench_variant(
     work = [count_flops(teacher, trains=False), count_flops(student, trains=True)]
     flops = sum(w.total(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
     prepared = variant(teacher, student, batch, loss)
-    result = measure(name, prepared.step, tokens, flops, steps)
+    result = time_step(name, prepared.step, tokens, flops, steps)
     result.note = prepared.note
     if prepared.graphs is not None:
         for model, why in prepared.graphs.refused.items():

@@ -23,7 +23,7 @@ from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.backends.stored.contents import LogitHead, head_of
 from distill.teachers.backends.stored.epoch import fill_store
-from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
+from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_store_json
 from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.backends.stored.plan import StoredPlan
 from distill.teachers.backends.stored.settings import CacheOptions
@@ -173,7 +173,7 @@ def make_cache(
     rows = settings.batch_size or recipe.train.batch_size
     with progress(sum(store.required.values())) as advance:
         fill_store(kept, splits, batch_size=rows, part_bytes=settings.shard_bytes, advance=advance)
-    return read_json(folder / MANIFEST) if is_main_process() else None
+    return read_store_json(folder / MANIFEST) if is_main_process() else None
 
 
 def ready(loaded: Loaded) -> None:

@@ -224,7 +224,7 @@ def compare(
         group_runs,
         mean_and_spread,
     )
-    from distill.reports.plots import HINT, is_installed
+    from distill.reports.plots import HINT, matplotlib_is_installed
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
@@ -236,7 +236,7 @@ def compare(
         check_output_file(plot, "--plot")
         if plot.suffix not in (".html", ".htm"):
             raise ValueError(f"--plot: expected a file name that ends in .html, got {plot}")
-        if not is_installed():
+        if not matplotlib_is_installed():
             raise ValueError(f"--plot: {HINT}")
         write_text(plot, curves_page(read))
     if as_json:

@@ -1,4 +1,4 @@
-"""Commands before a run: `check`, `inspect`, `bench`."""
+"""Commands before a run: `check_run`, `inspect`, `bench`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(
     """
     _, resolved = load_recipe(recipe, overrides)
     from distill.planning.devices import find_device
-    from distill.planning.preflight import check as look
+    from distill.planning.preflight import check_run as look
     from distill.planning.preflight import check_stages
 
     device = find_device(gpu)
@@ -106,7 +106,7 @@ def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
 
 
 def _data_lines(report: str) -> str:
-    """Return the summary of read and dropped data, as `check` and `inspect` print it."""
+    """Return the summary of read and dropped data, as `check_run` and `inspect` print it."""
     return f"data        {report}".replace("\n", "\n" + " " * 12)
 
 

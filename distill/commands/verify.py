@@ -230,13 +230,13 @@ def _cache(folder: Path) -> Iterator[Line]:
     import numpy as np
 
     from distill.core.manifest import first_damaged_file
-    from distill.teachers.backends.stored.format import MANIFEST, PLAN, read_json
+    from distill.teachers.backends.stored.format import MANIFEST, PLAN, read_store_json
     from distill.teachers.backends.stored.store import Fills, Store
 
-    yield _line(PLAN, lambda: f"{(read_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
+    yield _line(PLAN, lambda: f"{(read_store_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
     try:
         complete = (folder / MANIFEST).is_file()
-        store = Store(folder, None if complete else Fills(read_json(folder / PLAN) or {}, all_parts=True))
+        store = Store(folder, None if complete else Fills(read_store_json(folder / PLAN) or {}, all_parts=True))
     except (ValueError, KeyError) as error:
         yield folder.name, str(error), False
         return

@@ -101,7 +101,7 @@ def mixed_log_probabilities(teachers: Mixture, temperature: float, dtype: torch.
     return sum(share / whole * log_p.exp() for (share, _), log_p in zip(teachers, parts, strict=True)).log()  # type: ignore[union-attr]
 
 
-def top_k_loss(
+def reference_top_k_loss(
     student: torch.Tensor,
     teacher: tuple[torch.Tensor, torch.Tensor],
     tail: str,

@@ -12,7 +12,7 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
-from distill.doctor.reference_loss import shift_left, top_k_loss, with_sampled_tail
+from distill.doctor.reference_loss import reference_top_k_loss, shift_left, with_sampled_tail
 from distill.doctor.remote_outputs import as_read, remote_tokens
 from distill.doctor.rows import DoctorRow
 from distill.objectives.targets import Batch
@@ -83,7 +83,7 @@ class TopKReference(Reference):
             )
             z_s = z_s.to(self.dtype)
             return term.weight * with_sampled_tail(z_s, z_s.log_softmax(-1), log_t, ids, labels[keep]).mean()
-        return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss, self.dtype)
+        return reference_top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss, self.dtype)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Compare the stored tokens with a student that equals them.

@@ -34,7 +34,7 @@ from distill.models.patch.attention import with_soft_cap
 from distill.models.patch.document_rope import rope_by_document, short_length
 from distill.models.patch.packed import LOWERED, distances, lowered_limits
 from distill.models.patch.shared_input import FP8_GROUP, projection_forward
-from distill.models.patch.triton_only import forward_on_triton
+from distill.models.patch.triton_only import linear_on_triton
 
 STEPS = 5
 # tokens of three prompts: beyond every lowered limit; one that passes them while it is decoded; one that shares most
@@ -48,7 +48,7 @@ BIASES = {f"self_attn.{each}_proj.bias" for each in "qkv"}
 HEAD_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 OPTIONAL = ("self_attn.o_proj.bias", *BIASES, *HEAD_NORMS)
 ROTARY = ("default", "linear", "llama3", "yarn")  # cos and sin follow from the position alone
-FORWARDS = (projection_forward, forward_on_triton)  # ours, of a plain linear layer
+FORWARDS = (projection_forward, linear_on_triton)  # ours, of a plain linear layer
 
 
 @torch.no_grad()

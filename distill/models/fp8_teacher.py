@@ -33,7 +33,7 @@ class ModelPart(NamedTuple):
     weights: int
 
 
-def parts_of(model: nn.Module) -> list[ModelPart]:
+def model_parts(model: nn.Module) -> list[ModelPart]:
     """The modules of each decoder layer that hold linear layers which fp8 can take, such as attention and MLP.
 
     Raises:
@@ -69,7 +69,7 @@ def find_skipped(model: nn.Module, skip: Sequence[str]) -> ModelPart:
         if not inside:
             raise ValueError(
                 f"teacher.fp8_skip: expected layers 0 to {len(layers) - 1}, or modules inside one that hold linear "
-                f"layers, such as {', '.join(p.name for p in parts_of(whole)[:2])}; got {part}"
+                f"layers, such as {', '.join(p.name for p in model_parts(whole)[:2])}; got {part}"
             )
         found |= inside
     return ModelPart(" ".join(skip), tuple(found), sum(found.values()))
@@ -139,7 +139,7 @@ def _draw(model: Any, part: nn.Module, device: torch.device) -> None:
             model._init_weights(module)
 
 
-def quantise(model: nn.Module, skip: Sequence[str] = ()) -> int:
+def quantise_teacher(model: nn.Module, skip: Sequence[str] = ()) -> int:
     """Put the linear layers but the head, and but what `teacher.fp8_skip` names, into fp8, in place; how many.
 
     Raises:

@@ -56,7 +56,7 @@ class HeadWeights(NamedTuple):
 ALIGNMENT = 64  # bytes, at which PyTorch begins its own memory
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned_head_weight(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory begins at a multiple of 64 bytes, on the CPU: the same, or a copy.
 
     Weights that are mapped from a file begin wherever that file has them, and a product of one row with such a matrix
@@ -66,10 +66,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def align_head(model: nn.Module) -> None:
-    """Move the weights of a model's head to where `aligned` has them; in place, ties stay."""
+    """Move the weights of a model's head to where `aligned_head_weight` has them; in place, ties stay."""
     for parameter in find_head(model).linear.parameters(recurse=False):
         if type(parameter.data) is torch.Tensor:  # no part of one that is sharded
-            parameter.data = aligned(parameter.data)
+            parameter.data = aligned_head_weight(parameter.data)
 
 
 class LogitTransform(NamedTuple):

@@ -55,8 +55,8 @@ from distill.models.quantised_checkpoints import (
     check_quantisation,
     check_quantised,
     int8_arguments,
+    naming_the_quantisation,
     quantised_by_transformers,
-    translate_errors,
 )
 from distill.recipe import FromTeacher, LoadedTeacherConfig, Lora, ModelSection, Student
 from distill.recipe.models import EIGHT_BITS
@@ -273,7 +273,7 @@ def _load(
     config = None if source.gguf_file else load_config(section, field)
     if config is not None:
         check_quantisation(config, section, field)
-    with loading(section.model, source, f"{field}.model"), translate_errors(config):
+    with loading(section.model, source, f"{field}.model"), naming_the_quantisation(config):
         if not source.local and (
             index := cached_file(
                 source.location,

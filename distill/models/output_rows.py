@@ -73,7 +73,7 @@ def row_parameters(layer: nn.Module) -> list[nn.Parameter]:
     return own + list(layer.self_attn.o_proj.parameters())  # type: ignore[union-attr]
 
 
-def rows_of(layer: nn.Module, kwargs: dict[str, object]) -> torch.Tensor | None:
+def rows_to_compute(layer: nn.Module, kwargs: dict[str, object]) -> torch.Tensor | None:
     """The rows that this layer is to compute, taken out of its arguments; None for all."""
     selection = kwargs.pop(NAME, None)
     return selection.rows if isinstance(selection, OutputRows) and selection.layer is layer else None

@@ -105,7 +105,7 @@ def int8_arguments(gguf_file: str | None, device: torch.device, field: str) -> d
 
 
 @contextlib.contextmanager
-def translate_errors(config: Any) -> Iterator[None]:
+def naming_the_quantisation(config: Any) -> Iterator[None]:
     """Name the quantisation in what its library raises: a package that is missing, a GPU that it needs."""
     found = None if config is None else quantisation_of(config)
     try:

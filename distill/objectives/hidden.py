@@ -11,7 +11,7 @@ from distill_kernels import FusedDistillationLoss
 from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
-from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
+from distill.models.head import HeadWeights, LogitTransform, aligned_head_weight, find_head, whole
 from distill.objectives.layer_losses import AttentionRelationLoss, HiddenStateLoss
 from distill.objectives.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.objectives.policy_gradient import SampledTokenLoss
@@ -73,7 +73,9 @@ class StoredHead:
     def __init__(self, weights: HeadWeights, name: str = "the stored head") -> None:
         self.name = name
         weight, bias, lora = weights
-        self.weights = HeadWeights(aligned(weight), None if bias is None else aligned(bias), lora)
+        self.weights = HeadWeights(
+            aligned_head_weight(weight), None if bias is None else aligned_head_weight(bias), lora
+        )
         self.rows = len(weight)
 
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Preflight:
-    """Result of `check`; sizes in bytes, times in seconds, None where unknown beforehand.
+    """Result of `check_run`; sizes in bytes, times in seconds, None where unknown beforehand.
 
     Attributes:
         device, gpus, strategy: hardware and placement of the plan; `training` of the GPUs train, the others
@@ -117,7 +117,7 @@ class Preflight:
         return not self.problems
 
 
-def check(
+def check_run(
     recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True, untrained: bool = False
 ) -> Preflight:
     """Estimate memory and time of `recipe` on `gpus` devices such as `device`, and check that it can work.
@@ -409,7 +409,7 @@ def _estimate_disk(recipe: Recipe, student: ModelSizes, precision: Precision, re
 def check_stages(
     recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True
 ) -> list[tuple[str, Recipe, Preflight]]:
-    """Return name, recipe and report of each stage of a recipe; see `check`. Problems name the stage.
+    """Return name, recipe and report of each stage of a recipe; see `check_run`. Problems name the stage.
 
     Raises:
         ValueError: a setting that no run can have, in a stage that the message names.
@@ -424,7 +424,7 @@ def check_stages(
             field = f"stages.{number} ({recipe.stages[number].name})"
             untrained = stage.student.model in made
             try:
-                report = check(stage, device, gpus=gpus, read_data=read_data, untrained=untrained)
+                report = check_run(stage, device, gpus=gpus, read_data=read_data, untrained=untrained)
                 _write_planned(stage, own / "student", tokenizer=report.vocabulary_ok is not None)
             except ValueError as error:
                 raise ValueError(f"{field}: {str(error).replace(here, there)}") from error

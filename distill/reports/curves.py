@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from distill.core import console
 from distill.core.files import write_text
 from distill.objectives.measure import KL, DivergenceUnit
-from distill.reports.plots import HINT, Chart, Series, is_installed, picture
+from distill.reports.plots import HINT, Chart, Series, matplotlib_is_installed, picture
 
 Rows = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
@@ -113,9 +113,9 @@ def draw_curves(
         theme: `light` or `dark`; empty to follow the viewer's preference.
     """
     charts = [(panel, lines) for panel, lines in charts_of(rows, measure) if not keys or panel.key in keys]
-    if charts and not is_installed():
+    if charts and not matplotlib_is_installed():
         console.print_lines(f"curves      not drawn: {HINT}")
     elif charts:
         drawn = [Chart(panel.title, lines, panel.from_zero) for panel, lines in charts]
         write_text(path, picture(drawn, title, theme))
-    return bool(charts) and is_installed()
+    return bool(charts) and matplotlib_is_installed()

@@ -27,7 +27,7 @@ def folder() -> Path:
     return Path(os.environ.get("DISTILL_ENGINES") or Path(".cache") / "engines") / "llama_cpp"
 
 
-def is_installed() -> bool:
+def llama_cpp_is_installed() -> bool:
     manifest = folder() / "node_modules" / "node-llama-cpp" / "package.json"
     return manifest.is_file() and json.loads(manifest.read_text())["version"] == VERSION
 
@@ -98,7 +98,7 @@ class FileMetrics(NamedTuple):
         return f"KL {self.kl:.4f}, {self.bytes / 1e6:,.1f} MB, {self.tokens_per_second:,.0f} tokens/s"
 
 
-def measure(file: Path, held_out: HeldOutTokens) -> FileMetrics:
+def measure_with_llama_cpp(file: Path, held_out: HeldOutTokens) -> FileMetrics:
     """Return the metrics of a GGUF file on this machine's CPU."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "reference")

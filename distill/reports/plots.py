@@ -77,7 +77,7 @@ class Chart(NamedTuple):
     from_zero: bool = False
 
 
-def is_installed() -> bool:
+def matplotlib_is_installed() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -23,7 +23,7 @@ from distill.evaluation.evaluate import perplexity
 from distill.objectives.measure import DivergenceUnit, metric_text
 from distill.recipe import Recipe, parse
 from distill.reports.curves import Panel, Rows, charts_of
-from distill.reports.plots import HINT, Chart, Series, is_installed, line_chart, short
+from distill.reports.plots import HINT, Chart, Series, line_chart, matplotlib_is_installed, short
 from distill.reports.run_summary import TITLES
 from distill.reports.style import document
 from distill.teachers.identity import model_name
@@ -277,7 +277,7 @@ def _charts(rows: Rows, measure: DivergenceUnit) -> str:
     if not charts:
         few = "No curves: a line needs two logged steps; lower train.log_every."
         return f'<p class="note">{few}</p>' if rows else ""
-    if not is_installed():
+    if not matplotlib_is_installed():
         return f'<p class="note">{html.escape(HINT)}</p>{_values(charts)}'
     figures = []
     for panel, lines in charts:

@@ -45,7 +45,7 @@ def check_export(stages: Sequence[tuple[Path, Recipe]]) -> None:
         config = pruned_config(section.model_copy(update={"model": None}) if config is not None else section, config)
     tokenizer = source_of(first).vocabulary().tokenizer
     check_supported(config, tokenizer)
-    if settings.tokens and llama_cpp.is_installed():
+    if settings.tokens and llama_cpp.llama_cpp_is_installed():
         check_supported(meta_config(stages[-1][1].teacher, "teacher"), tokenizer)
 
 
@@ -69,7 +69,7 @@ def export_run(folder: Path) -> None:
     console.print_lines(f"file        {written.path}")
     if not settings.tokens:
         return
-    if not llama_cpp.is_installed():
+    if not llama_cpp.llama_cpp_is_installed():
         command = llama_cpp.install_command()
         console.print_lines(f"llama.cpp   not found, so the file is not measured; to install it: {command}")
         return
@@ -105,7 +105,7 @@ def _measured(recipe: Recipe, file: Path, least: int) -> tuple[int, FileMetrics,
         teacher.save_pretrained(place)
         vocabulary.tokenizer.save_pretrained(place)
         whole = Path(write_gguf(Path(place), Path(place, "teacher.gguf"), "q8_0").path)
-        found_of = [llama_cpp.measure(path, held_out) for path in (file, whole)]
+        found_of = [llama_cpp.measure_with_llama_cpp(path, held_out) for path in (file, whole)]
     return len(held_out.log_probs), found_of[0], found_of[1]
 
 

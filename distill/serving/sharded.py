@@ -67,7 +67,7 @@ class ShardedEngine(ServingEngine):
     # ------------------------------------------------------------- the first one
 
     def answer(self, jobs: Sequence[RowsRequest]) -> list[RowTargets]:
-        """Return the outputs of each job as `ServingEngine.answer` does; those passed together by `Worker` are one step.
+        """Return each job's outputs as `ServingEngine.answer` does; those that `Worker` passes together are one step.
 
         Raises:
             TeacherUnavailableError: an error here, or in another process, has left the others waiting.

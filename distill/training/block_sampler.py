@@ -29,7 +29,7 @@ class BlockSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        blocks = blocks_of(self.rows)
+        blocks = sampler_blocks(self.rows)
         runs = np.split(np.arange(len(blocks)), np.flatnonzero(blocks[1:] != blocks[:-1]) + 1)
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(runs))
         return (int(number) for run in order for number in runs[run])
@@ -38,7 +38,7 @@ class BlockSampler(Sampler[int]):
         return len(self.rows)
 
 
-def blocks_of(rows: Any) -> np.ndarray:
+def sampler_blocks(rows: Any) -> np.ndarray:
     """Return the block of each row: int [rows]."""
     own = rows.rows if isinstance(rows, MixedRows) else rows
     blocks = np.concatenate(own.select_columns([BLOCK])[:][BLOCK])

@@ -22,7 +22,7 @@ from distill.data.collator import Collator, move_batch
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.epoch import fill_store
-from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed
+from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, stored_documents, write_signed
 from distill.teachers.backends.stored.settings import SHARD_BYTES
 from distill.teachers.backends.stored.store import Fills, Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
@@ -59,7 +59,7 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
     write_signed(folder / PLAN, plan)
     if hidden:
         write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
-    required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
+    required = {d.key: len(d.predicting) for row in rows for d in stored_documents(row)}
     kept = StoredTeacher(Store(folder, Fills(plan, required)), LoadedTeacher(teacher))
     start = time.perf_counter()
     fill_store(kept, [rows], batch_size=batch_size, part_bytes=SHARD_BYTES)

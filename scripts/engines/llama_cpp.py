@@ -31,7 +31,7 @@ class Judged(NamedTuple):
 
 def installed() -> bool:
     """Return whether llama.cpp is installed."""
-    return llama_cpp.is_installed()
+    return llama_cpp.llama_cpp_is_installed()
 
 
 def install() -> Path:

@@ -27,7 +27,7 @@ from distill.evaluation.evaluate import evaluate
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
 from distill.generation.from_recipe import rollouts_from_recipe
 from distill.models.dtypes import resolve_device, resolve_precision
-from distill.models.fp8_teacher import quantise
+from distill.models.fp8_teacher import quantise_teacher
 from distill.models.loading import load_student, load_teacher, load_tokenizer
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.patch.patching import patch
@@ -99,7 +99,7 @@ class Bench:
             return self.teacher
         if self._in_fp8 is None:
             self._in_fp8 = copy.deepcopy(self.teacher)
-            quantise(self._in_fp8, recipe.teacher.fp8_skip)
+            quantise_teacher(self._in_fp8, recipe.teacher.fp8_skip)
         return self._in_fp8
 
     def judge(self, student: Any, setup: Setup, recipe: Recipe) -> EvaluationResult:

@@ -67,7 +67,7 @@ def _entries(values: Any) -> Iterator[tuple[str, Any]]:
             waiting += [item for item in part if isinstance(item, Mapping | list)]
 
 
-def check_folder(folder: Path, field: str) -> None:
+def check_model_folder(folder: Path, field: str) -> None:
     read_json(folder / CONFIG, field)
     for path in sorted(folder.glob("*.json")):
         if path.name.endswith(INDEX_SUFFIX):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
-from distill.models.load.config_validation import check_folder, check_gguf
+from distill.models.load.config_validation import check_gguf, check_model_folder
 from distill.recipe import ModelSection
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _check_folder(path: Path, field: str) -> None:
         if "adapter_config.json" in names:
             hint = "; it holds a LoRA adapter: name its base model here and the folder under teacher.adapter"
         raise ValueError(f"{field}: the folder {path} has no config.json{hint}")
-    check_folder(path, field)
+    check_model_folder(path, field)
     if any(name.endswith(".safetensors") for name in names):
         return
     if any(name.endswith(PICKLES) for name in names):

@@ -34,7 +34,7 @@ class AttentionChoices:
 
     Args:
         recipe: `attention` of teacher and student; `auto` is timed, any other implementation stays the model's own.
-        recorded: Choices of the same run from `read_choices`; not timed again.
+        recorded: Choices of the same run from `read_attention_choices`; not timed again.
     """
 
     def __init__(self, recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> None:
@@ -69,7 +69,7 @@ class AttentionChoices:
             write_json(folder / ATTENTION_FILE, self.found)
 
 
-def read_choices(folder: Path) -> dict[str, Any]:
+def read_attention_choices(folder: Path) -> dict[str, Any]:
     """The choices that a run wrote down; none where it timed nothing.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import nn
 from distill.core.errors import first_line
 from distill.models.head import decoder_of
 from distill.models.names import PRE_NORM_LAYER, SANDWICH_NORM_LAYER
-from distill.models.output_rows import pick, projecting, put_back, rows_of
+from distill.models.output_rows import pick, projecting, put_back, rows_to_compute
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
@@ -52,7 +52,7 @@ def _reads_fp8(reader: nn.Module, weight: torch.Tensor, *given: torch.Tensor) ->
 
 def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        rows = rows_of(self, kwargs)
+        rows = rows_to_compute(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
         fp8 = dtype is None and _reads_fp8(self.mlp, self.post_attention_layernorm.weight, attended, residual)
         normed, residual = self.post_attention_layernorm(attended, residual, dtype, fp8=fp8)
@@ -65,7 +65,7 @@ def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
 
 def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        rows = rows_of(self, kwargs)
+        rows = rows_to_compute(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
         attended = self.post_attention_layernorm(attended)
         fp8 = dtype is None and _reads_fp8(self.mlp, self.pre_feedforward_layernorm.weight, attended, residual)

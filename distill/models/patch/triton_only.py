@@ -19,7 +19,7 @@ from distill.models.patch.patching import patch
 from distill.models.patch.swaps import PatchReport
 
 
-def forward_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def linear_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Forward of a linear layer by a Triton GEMM."""
     return triton_linear(x, self.weight, self.bias)
 
@@ -50,5 +50,5 @@ def use_triton_only(model: nn.Module) -> PatchReport:
     report = patch(model, "teacher", attention=None)
     for module in inner.modules():
         if type(module) is nn.Linear:
-            module.forward = types.MethodType(forward_on_triton, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(linear_on_triton, module)  # type: ignore[method-assign]
     return report

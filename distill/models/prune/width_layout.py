@@ -150,7 +150,7 @@ def entries(blocks: Sequence[Block], kept: Mapping[str, Sequence[int]]) -> list[
     return found
 
 
-def without_memory(config: PreTrainedConfig) -> nn.Module:
+def on_meta_device(config: PreTrainedConfig) -> nn.Module:
     """Return a model of a configuration on the meta device.
 
     Raises:
@@ -179,7 +179,7 @@ class WidthProbe:
         self.full = full = widths_of(config)
         self.head_width = attention_sizes(without_layers(config.get_text_config()))[2]
         self.axes = axes
-        self.model = model = without_memory(config)
+        self.model = model = on_meta_device(config)
         self._slopes = {name: [SizePerWidth(size) for size in shape] for name, shape in _shapes(model).items()}
         before = full
         wide = full._replace(hidden=2 * full.hidden)
@@ -191,7 +191,7 @@ class WidthProbe:
                 changes.append(("kv_heads", changes[-1][1]._replace(kv_heads=2 * full.kv_heads)))
         shapes = _shapes(model)
         for axis, widths in changes:
-            after = _shapes(without_memory(with_widths(config, widths)))
+            after = _shapes(on_meta_device(with_widths(config, widths)))
             _note(self._slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
             before = widths
             shapes = after
@@ -199,7 +199,7 @@ class WidthProbe:
         for axis in apart:
             if axis in axes:
                 more = getattr(full, axis)
-                after = _shapes(without_memory(with_widths(config, full._replace(**{axis: 2 * more}))))
+                after = _shapes(on_meta_device(with_widths(config, full._replace(**{axis: 2 * more}))))
                 _note(self._slopes, axis, (_shapes(model), after), more)
         self.mlps = self._mlps()
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
-from distill.models.fp8_teacher import ModelPart, in_fp8, parts_of, quantise, quantise_part
+from distill.models.fp8_teacher import ModelPart, in_fp8, model_parts, quantise_part, quantise_teacher
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head, unwrap_peft
 from distill.models.quantised_checkpoints import is_quantised
 from distill.objectives.hidden import HiddenFormat
@@ -28,7 +28,7 @@ from distill.teachers.backends.local import LoadedTeacher
 
 
 class Fp8Teacher(LoadedTeacher):
-    """A causal language model that was quantised while it was loaded, or is by its first batch or `quantise`.
+    """A causal language model that was quantised while it was loaded, or is by its first batch or `quantise_teacher`.
 
     Args:
         model: Model of transformers; other arguments as of `LoadedTeacher`.
@@ -41,7 +41,7 @@ class Fp8Teacher(LoadedTeacher):
 
     def quantise(self) -> None:
         if not is_quantised(self.model):
-            quantise(self.model, self.skip)
+            quantise_teacher(self.model, self.skip)
 
     def validate_first_batch(
         self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
@@ -147,7 +147,7 @@ def quantise_and_measure(
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
         with eval_mode(student):
             hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
-    layers = quantise(teacher, skip)
+    layers = quantise_teacher(teacher, skip)
     of_student = None
     if student is not None and hidden is not None:
         of_student = before.divergence(hidden, read_head(find_head(student)), alignment.student)
@@ -192,7 +192,7 @@ def fp8_offers(
     whole = unwrap_peft(teacher)
     before = Before(teacher, format, batch)
     price = dict[ModelPart, float]()
-    for part in parts_of(whole):
+    for part in model_parts(whole):
         with in_fp8(whole, part):
             price[part] = before.moved() / part.weights
     parts = sorted(price, key=price.__getitem__, reverse=True)

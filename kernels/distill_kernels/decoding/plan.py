@@ -50,7 +50,7 @@ def fit_shared_memory(tile: DecodeTile, rows: int, weight_bytes: int, gated: boo
     return DecodeTile(outputs, inputs, splits, warps, stages)
 
 
-def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> DecodeTile:
+def choose_decode_tile(rows: int, product: Product, facts: DeviceFacts) -> DecodeTile:
     """Return the tile that `scripts.bench decode_step` found on an H200, for 1 to 64 rows and 0.1 to 1.2 B parameters.
 
     Narrow tiles with many loads in flight, since latency bounds a step. Few programs that each go through a
@@ -90,7 +90,7 @@ def choose_plan(
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
     over_64 = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
-    tiles = list(TILES_OVER_64_ROWS) if over_64 else [choose_tile(rows, product, facts) for product in products]
+    tiles = list(TILES_OVER_64_ROWS) if over_64 else [choose_decode_tile(rows, product, facts) for product in products]
     tiles = [
         fit_shared_memory(tile, rows, size, p.up is not None, facts) for tile, p in zip(tiles, products, strict=True)
     ]

@@ -17,7 +17,7 @@ from distill.core.diff_settings import diff_settings
 from distill.core.files import make_folder
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.teachers.backends.stored.contents import begin_lock
-from distill.teachers.backends.stored.format import MANIFEST, PLAN, Plan, read_json, write_signed
+from distill.teachers.backends.stored.format import MANIFEST, PLAN, Plan, read_store_json, write_signed
 
 BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
 
@@ -60,7 +60,7 @@ class StoreFolder(NamedTuple):
         return self.begin_apart(begin, plan)
 
     def _begin_locked(self, plan: Plan, write_beside: Callable[[Plan], None], room: Callable[[], list[str]]) -> Plan:
-        begun = read_json(self.path / PLAN)
+        begun = read_store_json(self.path / PLAN)
         if begun is not None:
             self.require_same(begun, plan)
         for problem in room():
@@ -77,7 +77,7 @@ class StoreFolder(NamedTuple):
         if is_main_process():
             return begin()
         until = time.monotonic() + BEGINS_WITHIN_S
-        while (begun := read_json(self.path / PLAN)) is None:
+        while (begun := read_store_json(self.path / PLAN)) is None:
             if time.monotonic() > until:
                 raise ValueError(
                     f"{self.place}: {self.path} was not begun by the first process; expected a folder "
@@ -94,7 +94,7 @@ class StoreFolder(NamedTuple):
         the store meanwhile.
         """
         others = self.path.exists() and any(not path.name.startswith(".") for path in self.path.iterdir())
-        if others and read_json(self.path / PLAN) is None:
+        if others and read_store_json(self.path / PLAN) is None:
             raise ValueError(f"{self.place}: {self.path} is not empty and holds no cache; name another folder")
 
     def require_same(self, begun: Plan, now: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from distill.core.ranks import world_size
 from distill.data.collator import Collator, move_batch
 from distill.models.patch.document_rope import follows_length
 from distill.objectives.targets import Batch
-from distill.teachers.backends.stored.format import bytes_a_token, documents_of, rows_of
+from distill.teachers.backends.stored.format import bytes_a_token, rows_of, stored_documents
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
 
@@ -45,7 +45,7 @@ def rows_to_read(splits: Sequence[Any]) -> list[Row]:
     seen = set[bytes]()
     for split, rows in enumerate(splits):
         for number, row in enumerate(rows_of(rows)):
-            documents = {d.key: len(d.predicting) for d in documents_of(row) if d.key not in seen}
+            documents = {d.key: len(d.predicting) for d in stored_documents(row) if d.key not in seen}
             if documents:
                 found.append(Row(split, number, len(row["input_ids"]), sum(documents.values())))
                 seen.update(documents)

@@ -76,7 +76,7 @@ class StoreKey(NamedTuple):
     predicting: np.ndarray
 
 
-def documents_of(row: Mapping[str, Any]) -> Iterator[StoreKey]:
+def stored_documents(row: Mapping[str, Any]) -> Iterator[StoreKey]:
     """Yield the documents of a row that have trained tokens, in order; position ids restart at 0 with each.
 
     Args:
@@ -118,7 +118,7 @@ def bytes_a_token(plan: Plan) -> int:
 # ------------------------------------------------------------------ files
 
 
-def read_json(path: Path) -> Plan | None:
+def read_store_json(path: Path) -> Plan | None:
     """Return a JSON file's content, a dictionary; None where there is no such file.
 
     Raises:
@@ -140,7 +140,7 @@ def read_json(path: Path) -> Plan | None:
 
 
 def write_signed(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file that holds its own checksum, which `read_json` checks."""
+    """Write a JSON file that holds its own checksum, which `read_store_json` checks."""
     write_json(path, with_checksum(value))
 
 
@@ -213,11 +213,11 @@ def manifest_of(folder: Path) -> Plan:
     Raises:
         ValueError: there is none.
     """
-    manifest = read_json(folder / MANIFEST)
+    manifest = read_store_json(folder / MANIFEST)
     if manifest is not None:
         return manifest
     if (folder / PLAN).is_file():
-        read_json(folder / PLAN)
+        read_store_json(folder / PLAN)
         raise ValueError(
             f"teacher.path: the cache in {folder} is unfinished; the same distill cache command finishes it"
         )

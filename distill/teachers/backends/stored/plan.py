@@ -42,10 +42,10 @@ from distill.teachers.backends.stored.format import (
     VERSION,
     Plan,
     bytes_a_token,
-    documents_of,
     manifest_of,
-    read_json,
+    read_store_json,
     rows_of,
+    stored_documents,
     stored_folder,
 )
 from distill.teachers.backends.stored.identity import (
@@ -123,7 +123,7 @@ class StoredPlan(TeacherPlan):
         """Plan of what is stored; None where nothing is, or a cache is not complete that is only read."""
         if self.folder is None:
             return None
-        return read_json(self.folder / (MANIFEST if self.read_only else PLAN))
+        return read_store_json(self.folder / (MANIFEST if self.read_only else PLAN))
 
     @property
     def names_model(self) -> bool:
@@ -229,7 +229,7 @@ class StoredPlan(TeacherPlan):
         if self.inner is None:
             return
         rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
-        self.required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
+        self.required = {d.key: len(d.predicting) for row in rows for d in stored_documents(row)}
         self.noted = splits
 
     def missing(self) -> list[bytes]:

@@ -47,12 +47,12 @@ from distill.teachers.backends.stored.format import (
     StoreKey,
     as_arrays,
     bytes_a_token,
-    documents_of,
     manifest_of,
-    read_json,
+    read_store_json,
     rows_of,
     shard_path,
     sizes_of,
+    stored_documents,
     sum_of_sums,
     write_signed,
 )
@@ -151,7 +151,7 @@ class Store:
 
     def _agreed(self, listed: Sequence[str]) -> list[str]:
         """Return the numbered shards, the parts that all processes read, and this process's own."""
-        settled = set((read_json(self.folder / SETTLED) or {}).get("parts", ())) if self.folder else set()
+        settled = set((read_store_json(self.folder / SETTLED) or {}).get("parts", ())) if self.folder else set()
         return [n for n in listed if n in settled or n.startswith(self._own) or not n.startswith(PART)]
 
     @property
@@ -184,7 +184,7 @@ class Store:
         Raises:
             ValueError: a document is not stored.
         """
-        return self.gather([list(documents_of(row)) for row in rows])()
+        return self.gather([list(stored_documents(row)) for row in rows])()
 
     def _reader(self, document: StoreKey, row: int) -> Callable[[], dict[str, np.ndarray]]:
         """Return a function that reads what is stored of a document's positions; `row` is its row, for the error."""
@@ -224,7 +224,7 @@ class Store:
         missing = 0
         first = ""
         for number, row in enumerate(rows_of(rows)):
-            for document in documents_of(row):
+            for document in stored_documents(row):
                 total += 1
                 if not self.has(document.key):
                     first = first or f"row {number}, tokens {document.start} to {document.stop}"
@@ -236,7 +236,7 @@ class Store:
             )
 
     def responses(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        stored = None if self.folder is None else read_json(self.folder / ANSWERS)
+        stored = None if self.folder is None else read_store_json(self.folder / ANSWERS)
         if not prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
             return None
         answers = [stored["answers"].get(prompt_text(prompt)) for prompt in prompts]
@@ -285,7 +285,7 @@ class Store:
             return
         paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
         with begin_lock(folder):
-            manifest = read_json(folder / MANIFEST)
+            manifest = read_store_json(folder / MANIFEST)
             if manifest is not None and ANSWERS in manifest["files"]:
                 return
             write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
@@ -367,7 +367,7 @@ class Store:
 
     def _complete_locked(self, folder: Path) -> None:
         names = self.shards.names
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_store_json(folder / MANIFEST)
         has_parts = any(name.startswith(PART) for name in names)
         if not has_parts and manifest is not None and len(manifest["shards"]) == len(names):
             return

@@ -42,8 +42,8 @@ from distill.teachers.backends.stored.format import (
     TEACHER,
     Plan,
     StoreKey,
-    documents_of,
-    read_json,
+    read_store_json,
+    stored_documents,
 )
 from distill.teachers.backends.stored.identity import description, fingerprint_of
 from distill.teachers.backends.stored.store import PREFIX, Fills, Store
@@ -76,7 +76,7 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def documents_column(rows: Sequence[BatchRow], batch: object, collator: object) -> dict[str, RowDocuments]:
-    return {DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
+    return {DOCUMENTS: RowDocuments([list(stored_documents(row)) for row in rows])}
 
 
 class StoredTeacher(Teacher):
@@ -368,7 +368,7 @@ def stored_layer_indices(cut: FromTeacher, store: Store) -> list[int] | None:
         ValueError: it holds no student, or one of other layers.
     """
     there = store.manifest["student_layers"]
-    config = read_json(_folder_of(store) / TEACHER / "config.json") or {}
+    config = read_store_json(_folder_of(store) / TEACHER / "config.json") or {}
     total = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     expected = cut_identity(cut, total)
     if there != expected:
