@@ -110,7 +110,7 @@ sums = WeightGradient(w, 1000, 5, fp32=False)
 for _ in range(5):
     sums.add(t(130, 1000, grad=False), x)
 for way in projection.projection_candidates(facts):  # what is timed there is compiled too
-    out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
+    out = projection.ChunkLogits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
                             *(torch.empty(130, 4) for _ in range(3)))
     projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), None, way)
     hard = projection.HardLabelRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0)

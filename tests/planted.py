@@ -196,8 +196,8 @@ FAULTS = [
     Fault(
         "RMSNorm's gradient with 0.9 of the mean",
         RMS,
-        "dx = (dnormed - normed * along) * rstd",
-        "dx = (dnormed - normed * along * 0.9) * rstd",
+        "dx = (dnormed - normed * mean_dn_n) * rstd",
+        "dx = (dnormed - normed * mean_dn_n * 0.9) * rstd",
         "rms_norm",
     ),
     Fault(
@@ -217,8 +217,8 @@ FAULTS = [
     Fault(
         "LayerNorm's gradient without the mean",
         "distill_kernels/layers/layer_norm_kernels.py",
-        "dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)",
-        "dx = dnormed * rstd - normed * (along * rstd / H)",
+        "dx = dnormed * rstd - total * rstd / H - normed * (sum_dn_n * rstd / H)",
+        "dx = dnormed * rstd - normed * (sum_dn_n * rstd / H)",
         "layer_norm",
     ),
     Fault(

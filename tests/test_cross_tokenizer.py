@@ -37,7 +37,7 @@ def data_section(folder, **more):
 @pytest.mark.parametrize("packing", [True, False])
 def test_rows_hold_both_readings(folders, packing):
     splits = load_cross_data(data_section(folders, packing=packing), PIECES, MERGED, seed=1)
-    assert set(splits.train.column_names) == set(NAMES)
+    assert set(splits.train.column_names) == {*NAMES, "row"}
     count, several = 0, False
     for row in splits.train:
         for ids, positions in (("input_ids", "position_ids"), ("teacher_input_ids", "teacher_position_ids")):

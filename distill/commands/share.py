@@ -97,7 +97,7 @@ def export(
     distill export support-bot -o out --gguf q8_0     # out/out-q8_0.gguf
     distill export support-bot -o out --format compressed-tensors   # for vLLM
     distill export runs/support-bot/checkpoint-200 -o step-200
-    distill export control -o out --format compressed-tensors       # of distill quantise
+    distill export control -o out --format compressed-tensors     # of quantise
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import check_repository

@@ -11,17 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
+from distill.data.packing import ROW
+from distill.data.source_rows import PER_DOCUMENT as ROW_NUMBERS
 
 DoctorRow = Mapping[str, Sequence[int]]
 DoctorDocument = dict[str, list[int]]
 OTHERS = ("teacher_input_ids", "teacher_position_ids")
 # columns of indices into the student's reading (0) and the teacher's (1), by place
 POINTERS = {"spans": (0, 0, 1, 1), "answer_starts": (0, 1)}
+PER_DOCUMENT = {"route": 1, ROW: ROW_NUMBERS}  # numbers of each document, whatever its length
 
 
 def split_row(row: DoctorRow) -> list[DoctorDocument]:
     """Return the documents of a packed row, split where the positions of both readings restart."""
-    own = [name for name in row if name not in (*OTHERS, *POINTERS, "route")]
+    own = [name for name in row if name not in (*OTHERS, *POINTERS, *PER_DOCUMENT)]
     begins = document_bounds(row["position_ids"])
     found = list[DoctorDocument]()
     others = document_bounds(row[OTHERS[1]]) if OTHERS[1] in row else begins
@@ -32,8 +35,9 @@ def split_row(row: DoctorRow) -> list[DoctorDocument]:
             places = _pointers(row, name)
             inside = places[(places[:, 0] >= a) & (places[:, 0] < b)] - np.array([a, c])[list(POINTERS[name])]
             document[name] = inside.ravel().tolist()
-        if "route" in row:
-            document["route"] = [row["route"][number]]
+        for name, width in PER_DOCUMENT.items():
+            if name in row:
+                document[name] = list(row[name][width * number : width * (number + 1)])
         found.append(document)
     return found
 
@@ -70,7 +74,7 @@ def shorten(document: DoctorRow, tokens: int) -> DoctorDocument | None:
         stop = int(spans[-1, 1])
         other = int(spans[-1, 3])
         cut |= {"spans": spans.ravel().tolist(), "answer_starts": starts[starts[:, 0] <= spans[-1, 0]].ravel().tolist()}
-    kept = (*POINTERS, "route")
+    kept = (*POINTERS, *PER_DOCUMENT)
     return {
         name: values if name in kept else values[: other if name in OTHERS else stop] for name, values in cut.items()
     }
