@@ -26,6 +26,7 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder
 
 from distill.cli import app  # noqa: E402
 from distill.commands.settings_schema import json_schema  # noqa: E402
+from distill.recipe.aliases import names_elsewhere  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
 from scripts import (  # noqa: E402
     api_pages,
@@ -68,12 +69,24 @@ def generated() -> dict[Path, str]:
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             text = _block(text, "loss times", gpu_page.loss_times()) if path.name == "gpus.md" else text
             text = _block(text, "read", row_layouts_page.read_lists()) if path.name == "data-formats.md" else text
+            text = _block(text, "other tools", other_tools_table()) if path.name == "from-other-tools.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
             text = _block(text, "pruned", pruned_table()) if path.name == "shrink.md" else text
             text = _block(text, "quantised", quantised_table()) if path.name == "shrink.md" else text
             text = _block(text, "models", family_page.table()) if path.name == "supported-models.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
+
+
+def other_tools_table() -> str:
+    """Return our settings with their names in other tools."""
+    named = names_elsewhere()
+    tools = sorted({tool for names in named.values() for tool in names}, key=("TRL", "torchtune", "axolotl").index)
+    lines = ["| " + " | ".join([*tools, "here"]) + " |", "|---" * (len(tools) + 1) + "|"]
+    for setting, names in named.items():
+        cells = [", ".join(f"`{each}`" for each in names[tool].split(", ")) if tool in names else "" for tool in tools]
+        lines.append("| " + " | ".join([*cells, f"`{setting}`"]) + " |")
+    return "\n".join(lines)
 
 
 def pruned_table() -> str:
