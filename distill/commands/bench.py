@@ -176,7 +176,6 @@ def logits_step(
 
 
 def decoder_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a transformers model: the batch without labels."""
     return {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")} | {"use_cache": False}
 
 
@@ -224,8 +223,6 @@ class PreparedStep(NamedTuple):
 
 
 def rival(step: Rival) -> Variant:
-    """Return the variant that trains by `step` with torch's fused AdamW."""
-
     def prepare(teacher: nn.Module, student: nn.Module, batch: Batch, loss: Loss) -> PreparedStep:
         optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
         return PreparedStep(step(teacher, student, batch, optimizer))

@@ -168,7 +168,6 @@ def _run_tasks(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the harness's tasks on the student and, where known, the untrained student and the teacher."""
     from distill.evaluation import targets
     from distill.evaluation.tasks import check_tasks, run_tasks
 

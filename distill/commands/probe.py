@@ -92,7 +92,6 @@ def probe(recipe: Recipe) -> ProbeResult:
 
 
 def probe_available(recipe: Recipe) -> bool:
-    """Return whether `probe` has a GPU here."""
     return resolve_device(recipe.train).type == "cuda"
 
 

@@ -50,7 +50,6 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """Return every field of the recipe, in the order of the file."""
     schema = json_schema()
     elsewhere = names_elsewhere()
     found: dict[str, Setting] = {}
@@ -139,7 +138,6 @@ def field_descriptions(section: type[Section]) -> dict[str, str]:
 
 
 def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    """Yield every section with its class name."""
     for one in section.__subclasses__():
         yield one.__name__, one
         yield from _sections(one)
@@ -156,7 +154,6 @@ def _since(path: Path) -> dict[str, str]:
 
 
 def _parts(schema: Node) -> list[tuple[str, Node]]:
-    """Return the schema of every section, by name."""
     parts = [*schema["$defs"].items(), ("Recipe", schema)]
     return [(name, part) for name, part in parts if "properties" in part]
 

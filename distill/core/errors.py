@@ -295,7 +295,6 @@ def _sections_at(model: type[BaseModel], path: list[str]) -> list[type[BaseModel
 
 
 def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the values that the field at `path` accepts."""
     fields = [
         found.model_fields[path[-1]] for found in _sections_at(model, path[:-1]) if path[-1] in found.model_fields
     ]
@@ -320,7 +319,6 @@ class _Place(NamedTuple):
 
     @property
     def fields(self) -> list[str]:
-        """The fields known there."""
         return list(dict.fromkeys(name for section in self.sections for name in section.model_fields))
 
     @property

@@ -215,7 +215,6 @@ def _remove(path: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 

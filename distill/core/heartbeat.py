@@ -242,7 +242,6 @@ class Heartbeat:
 
 
 def _leave(store: Store, failure: dict[str, object] | None, linger: float) -> None:
-    """Tell the others that this rank ends, and why if it fails."""
     with contextlib.suppress(RuntimeError):  # the rank that holds the store is gone
         if failure is not None and not store.check([FAILED]):
             store.set(FAILED, json.dumps(failure))

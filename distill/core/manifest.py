@@ -67,7 +67,6 @@ def add_to_manifest(folder: Path, *names: str) -> None:
 
 
 def remove_from_manifest(folder: Path, name: str) -> None:
-    """Remove the entry of a file that is about to change from a folder's manifest, if there is one."""
     with contextlib.suppress(ValueError):
         files = (read_manifest(folder) or {}).get("files")
         if isinstance(files, Mapping) and name in files:

@@ -132,7 +132,6 @@ def _write(handle: int, holder: dict[str, object]) -> None:
 
 
 def _read(handle: int) -> dict[str, object]:
-    """Return the holder that the file names; empty where it names none."""
     os.lseek(handle, 0, os.SEEK_SET)
     try:
         value = json.loads(os.read(handle, 1024) or b"{}")

@@ -343,7 +343,6 @@ class Turns:
 
 
 def _shared(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
     low = 0
     high = min(len(one), len(other))
     while low < high:

@@ -134,7 +134,6 @@ class ChatTemplate(Renderer):
         return self if both == self.kwargs else self._with(both)
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with other keyword arguments in place of its own."""
         if dict(kwargs) == self.kwargs:
             return self
         made = self._with(dict(kwargs))
@@ -179,7 +178,6 @@ class ChatTemplate(Renderer):
         return "\n".join(parts)
 
     def closings(self) -> set[str]:
-        """Return the special tokens that end an assistant's turn, plain or with tool calls."""
         found = self._turns.closings()
         return found if self.tool_use is None else found | self.tool_use.closings()
 
@@ -268,7 +266,6 @@ class ChatTemplate(Renderer):
         turns: list[int],
         fits: Callable[[str], bool] | None,
     ) -> TrainingChat:
-        """Return the examples of these turns, by this variant of the template."""
         if options.reasoning == "drop":
             messages = [without_reasoning(message) for message in messages]
         made = self._examples(messages, tools, turns, options.train_on == "each", fits)

@@ -192,7 +192,6 @@ def load_rows(
 
 
 def _share_of(section: Validation, part: DataPart) -> Validation:
-    """Return the validation section of one source: its share of `max_rows`."""
     most = section.max_rows and max(1, round(section.max_rows * part.share))
     return section.model_copy(update={"max_rows": most})
 
@@ -281,7 +280,6 @@ def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, fiel
 
 
 def columns_of(source: DataSource) -> tuple[str, ...]:
-    """Return the declared columns, else those of the first rows."""
     if source.columns is not None:
         return source.columns
     names: dict[str, None] = {}
@@ -382,7 +380,6 @@ def _validation_part(data: Data) -> DataPart:
 def _pack(
     data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, settings: tuple[str, Validation]
 ) -> Splits:
-    """Arrange the chosen documents in rows and count them."""
     if len(trained[1]) == 0:
         raise ValueError(
             "data.validation: expected documents left to train on, but all are held out; lower the fraction"
@@ -435,7 +432,6 @@ def _dataset(
 
 
 def _with_blocks(batches: Iterator[dict[str, Ragged]], blocks: np.ndarray) -> Iterator[dict[str, Ragged]]:
-    """Batches of rows with the column `BLOCK`, one number a row."""
     begin = 0
     for batch in batches:
         count = len(next(iter(batch.values())).offsets) - 1

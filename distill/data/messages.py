@@ -144,7 +144,6 @@ class MessageAdapter:
         return message
 
     def _shows(self, messages: Sequence[Message], *markers: str) -> bool:
-        """Return whether the template renders these messages with every marker."""
         try:
             text = self._renderer.raw(messages).text
         except RowFault:
@@ -186,7 +185,6 @@ class MessageAdapter:
 
     @functools.cached_property
     def knows_developer(self) -> bool:
-        """Return whether the template has a role `developer`."""
         if DEVELOPER.search(self._renderer.source):
             return True
         return not self._shows(
@@ -194,7 +192,6 @@ class MessageAdapter:
         )
 
     def _plain(self, message: Message) -> Message:
-        """Return a message with its content in parts if the template reads parts."""
         if self.parts and isinstance(message.get("content"), str):
             return {**message, "content": [{"type": "text", "text": message["content"]}]}
         return message

@@ -85,11 +85,9 @@ class Documents(NamedTuple):
         return np.maximum(lengths, np.minimum(prompts + new, most))
 
     def tokens(self, chosen: np.ndarray, column: str = IDS) -> int:
-        """Return the number of entries of a column in the `chosen` documents."""
         return int(self.columns[column].lengths[chosen].sum())
 
     def trained_tokens(self, chosen: np.ndarray) -> int:
-        """Return the number of trained tokens in the `chosen` documents."""
         labels = self.columns["labels"]
         counts = np.add.reduceat(labels.values != IGNORE_INDEX, labels.offsets[:-1], dtype=np.int64)
         return int(counts[chosen].sum())

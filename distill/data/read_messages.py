@@ -131,7 +131,6 @@ def parsed_json(text: str, column: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without keys whose value is None."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -207,7 +206,6 @@ class _Reader:
                 self._not_read(name)
 
     def _calls_of(self, content: object) -> list[Any]:
-        """Return the calls of a message that is JSON text of one or several."""
         made: Any = parsed_json(content, self.column) if isinstance(content, str) else content
         calls = made if isinstance(made, list) else [made]
         if not all(isinstance(call, Mapping) and "name" in call for call in calls):
@@ -253,7 +251,6 @@ class _Reader:
         message["tool_calls"] = [self._call(_without_null_keys(call)) for call in calls]
 
     def _call(self, call: Message) -> Message:
-        """Return a call whose arguments are an object, or JSON text of one."""
         function = call.get("function", call)
         if not isinstance(function, Mapping):
             raise self.fault("wrong type", "expected the function of a tool call as an object")
@@ -378,7 +375,6 @@ def _without_channels(messages: list[Message], column: str) -> list[Message]:
 
 
 def _joined_calls(messages: list[Message]) -> list[Message]:
-    """Return messages with those that are calls joined to the assistant's message before them."""
     made = list[Message]()
     for message in messages:
         is_call = message.pop("is_call", False)

@@ -71,7 +71,6 @@ def _open(path: Path) -> TextIO:
 
 
 def _conversion(path: Path, encoding: str) -> str:
-    """Return the command that converts a file to UTF-8."""
     name = shlex.quote(str(path))
     plain = path.name.removesuffix(".gz")
     convert = f"iconv -f {encoding} -t UTF-8"

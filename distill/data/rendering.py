@@ -56,7 +56,6 @@ def variables_of(source: str) -> frozenset[str]:
         tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
-            """Return the statements inside of the block."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -82,7 +82,6 @@ class RowReader:
         return sample._replace(tools=self.tools, unread=tuple(unread.values()))
 
     def _value(self, role: str) -> Any:
-        """Return the value of a role's column; None if it has none."""
         return self.row.get(self.columns[role]) if role in self.columns else None
 
     def _refuse_unwanted(self) -> None:
@@ -153,7 +152,6 @@ class RowReader:
         return ConversationSample(text=answer, prompt=question + joint)
 
     def _with_chosen(self, messages: list[Message]) -> list[Message]:
-        """Return a chat with the chosen response, if it ends without one."""
         chosen = self._value("chosen")
         if is_blank(chosen):
             return messages
@@ -210,7 +208,6 @@ class RowReader:
         return ConversationSample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
 
     def _with_system(self, sample: ConversationSample) -> ConversationSample:
-        """Return the sample with the column of system prompts, if its messages have none."""
         system = self._value("system")
         if sample.messages is None or not isinstance(system, str) or not system.strip():
             return sample

@@ -14,7 +14,6 @@ TABLE_ROWS = 1024  # largest number of rows in a batch
 
 
 def read_parquet(path: Path) -> Rows:
-    """Yield the rows of a parquet file."""
     from pyarrow import parquet  # 0.3 s
 
     with _opening("parquet"):

@@ -53,7 +53,6 @@ class Coverage(NamedTuple):
 
 
 def omission_fault(field: str, template: str) -> str:
-    """Return the reason why a row is dropped, with the cure."""
     return f"{field}: {NOT_RENDERED} {template}; {CURES.get(field, CURE)}"
 
 

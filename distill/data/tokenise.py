@@ -72,7 +72,6 @@ class DocumentSlice(NamedTuple):
     message: int = -1
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of `Encoder.columns`."""
         return {"input_ids": self.ids, "labels": self.labels}
 
 
@@ -129,7 +128,6 @@ class RowEncoder:
     columns: Mapping[str, tuple[str, ...]]
 
     def __call__(self, batch: RowBatch) -> tuple[list[TokenisedDocument], RowCounts]:
-        """Return the documents of numbered rows, and the tally of the rows."""
         tally = RowCounts()
         return list(self.documents(batch, tally)), tally
 
@@ -190,12 +188,10 @@ class Encoder(RowEncoder):
         return self.tokenizer.eos_token
 
     def settings(self) -> list[object]:
-        """Return everything that affects the result, as plain JSON."""
         template = self.template.settings() if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
 
     def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
-        """Yield the documents of numbered rows; rows that cannot be used are counted."""
         texts: list[tuple[int, str]] = []
         waiting = list[MaskedText]()
         held = 0
@@ -337,7 +333,6 @@ class Encoder(RowEncoder):
         )
 
     def partly(self, number: int, sample: ConversationSample, made: TrainingChat) -> list[MaskedText]:
-        """Return the texts of a chat or a pair with the ranges to train on."""
         if sample.messages is None:
             prompt = sample.prompt or ""
             text = sample.text or ""

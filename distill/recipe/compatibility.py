@@ -458,7 +458,6 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:
-    """Yield a message for each conflict between settings of a recipe."""
     for requirement in REQUIREMENTS:
         if requirement.present(recipe):
             yield from lacking(recipe, requirement.field, requirement.properties)

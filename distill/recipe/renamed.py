@@ -61,7 +61,6 @@ def rename_settings(tree: dict[str, object]) -> None:
 
 
 def rename_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides `key.sub=value` with the present names in their keys."""
     return [_renamed(override) for override in overrides]
 
 
