@@ -117,7 +117,6 @@ def load_rows(
 
     Args:
         encoder_for: Function from a format and a source to its encoder.
-        templates: Chat templates that the encoders use.
     """
 
     def read(part: DataPart, number: int) -> tuple[Documents, DataReport, str]:
@@ -240,11 +239,7 @@ def format_of(source: DataSource, data: Data, templates: Sequence[ChatTemplate |
 
 
 def check_first_rows(source: DataSource, format: RowFormat) -> None:
-    """Raise if the first rows have columns with words of the conversation that are not read, before all are tokenised.
-
-    Raises:
-        ValueError: naming the columns and the settings.
-    """
+    """Raise a ValueError before all rows are tokenised if the first ones have unread columns with words of the chat."""
     counts = RowCounts()
     for row in islice(source.rows(), FIRST_ROWS):
         counts.rows_read += 1
@@ -258,8 +253,6 @@ def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, fiel
     """Raise if a column that carries words of the conversation is not read.
 
     Args:
-        counts: Counts of the rows of a source.
-        format: Their format.
         name: Name of the source.
         field: The recipe's field that names columns.
 

@@ -101,9 +101,7 @@ def read_history(value: Any, column: str) -> list[Message]:
 
 
 def read_tools(value: Any, column: str, *, adds_nulls: bool = False) -> Tools:
-    """Read the tools on offer: JSON schemas, or JSON text of all or of each; OpenAI's older `functions` get their level
-    `function`.
-    """
+    """Read JSON schemas of tools, or JSON text of all or each; OpenAI's older `functions` get a level `function`."""
     if isinstance(value, str) and value.strip():
         value = parsed_json(value, column)
     if is_blank(value):
@@ -191,6 +189,7 @@ class _Reader:
         if message["role"] in CALL_ROLES:
             message |= {"role": "assistant", "content": "", "tool_calls": self._calls_of(message.get("content"))}
             message["is_call"] = True
+        # in this order: parts of the content may hold reasoning, and the check is of what the others have made
         self._read_content(message)
         self._read_calls(message)
         self._read_reasoning(message)
@@ -380,6 +379,7 @@ def _joined_calls(messages: list[Message]) -> list[Message]:
         is_call = message.pop("is_call", False)
         before = made[-1] if made else {}
         same = all(bool(before.get(name, 1)) == bool(message.get(name, 1)) for name in TRAINED)
+        # a call in a message of its own belongs to the turn before it, unless only one of the two is trained on
         if is_call and same and before.get("role") == "assistant":
             before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
             continue

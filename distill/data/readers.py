@@ -150,6 +150,7 @@ def _read_json(path: Path) -> Rows:
             items = _items(file, text[1:])
         else:
             text += file.read(MOST_BYTES + 1 - len(text))
+            # a .json file may hold one object per line: its first line is then an object by itself
             first = text.split("\n", 1)[0].strip()
             try:
                 content = None if _is_long(text) else json.loads(text)

@@ -71,6 +71,7 @@ class DataReport(RowCounts):
         total.from_cache = all(part.from_cache for part in parts)
         total.longest = max(part.longest for part in parts)
         total.answer_room = parts[0].answer_room
+        # all counts are summed but these: the same in every source, maxima, or summed by `add`
         apart = {"max_length", "longest", "answer_room", *(one.name for one in fields(RowCounts))}
         for part, count in zip(parts, epoch_rows, strict=True):
             total.add(part)
@@ -87,7 +88,6 @@ class DataReport(RowCounts):
 
     @property
     def packing_efficiency(self) -> float:
-        """Return the fraction of the rows' capacity that is filled with tokens."""
         return self.tokens / max(1, self.rows * self.max_length)
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:

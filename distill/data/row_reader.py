@@ -219,6 +219,7 @@ class RowReader:
         if own is not None:
             return sample._replace(messages=[{**own, "content": system}, *sample.messages[1:]])
         messages = [{"role": "system", "content": system}, *sample.messages]
+        # one message more in front: the index moves by one
         return sample._replace(messages=messages, first_trained=sample.first_trained + 1)
 
     def _name_unread(self, sample: ConversationSample) -> None:
@@ -268,7 +269,6 @@ def _is_reply(value: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """Return a value beside a prompt as text: numbers, lists and objects as JSON."""
     if is_blank(value):
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
