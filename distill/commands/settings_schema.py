@@ -77,6 +77,7 @@ def find_settings(name: str) -> list[Setting]:
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
     last = {path: path.rpartition(".")[2] for path in paths}
     aliases = other_tools().fields
+    # from the most exact to the loosest: the first one that matches anything decides
     tests = (
         lambda path: path == plain or path.startswith(plain + "."),
         lambda path: path.endswith("." + plain),

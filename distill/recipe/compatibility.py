@@ -54,7 +54,6 @@ def _instead(
 
 
 def _or_none(holds: Callable[[Sections], bool], text: str) -> Callable[[Sections], str | None]:
-    """Return a `missing` that returns a text where the recipe meets a condition."""
     return lambda recipe: text if holds(recipe) else None
 
 
@@ -446,7 +445,6 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
     """Yield a message for each required property that a recipe does not provide.
 
     Args:
-        recipe: the parsed recipe.
         field: field or command that requires them.
         names: names in `PROPERTIES`.
     """
