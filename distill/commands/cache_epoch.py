@@ -104,6 +104,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     recipe = recipe_to_store(recipe)
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
+    # planned twice: with a store around the teacher, for what the cache will hold, and below without, to be opened
     stored = source_of(recipe, stores="everywhere")
     vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)

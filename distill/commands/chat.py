@@ -66,7 +66,6 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield the user's input lines, without empty ones, until Ctrl-D or the end of the pipe."""
     asks = sys.stdin.isatty()
     if asks:
         with contextlib.suppress(ImportError):  # Windows

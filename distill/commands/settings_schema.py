@@ -145,7 +145,6 @@ def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
 
 
 def _since(path: Path) -> dict[str, str]:
-    """Return the version recorded in a schema's file, by section and field."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if not text:  # `distill schema > FILE` truncates the file before this reads it
         return {}

@@ -48,7 +48,6 @@ def verify(
 
 
 def _line(what: str, read: Callable[[], str]) -> Line:
-    """Return a line with the result of `read`, marked as damaged where it raises."""
     try:
         return what, read(), True
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:

@@ -197,7 +197,6 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
 
 
 def _meant(field: str, name: str) -> str:
-    """Return a suggestion of a field, which may be the one that was given, at the top of the recipe."""
     where = " of the recipe itself" if field == name else ""
     return f"did you mean {field}{where}?"
 
@@ -274,7 +273,6 @@ def _value_meant(field: str, value: object, options: list[str], names: ReadNames
 
 
 def _annotation_parts(annotation: object) -> list[object]:
-    """Return the alternatives of a union, the items of a list and the type inside Annotated."""
     if get_origin(annotation) is Annotated:
         return _annotation_parts(get_args(annotation)[0])
     if isinstance(annotation, types.UnionType) or get_origin(annotation) in (list, Union):

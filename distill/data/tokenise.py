@@ -50,9 +50,7 @@ class TokenisedDocument(Protocol):
         ...
 
     @property
-    def row(self) -> int:
-        """Return the index of the row that it comes from."""
-        ...
+    def row(self) -> int: ...
 
     @property
     def message(self) -> int:
@@ -292,7 +290,6 @@ class Encoder(RowEncoder):
 
     @staticmethod
     def count_faults(kept: set[int], faults: Mapping[int, Sequence[RowFault]], tally: RowCounts) -> None:
-        """Count rows without usable examples as dropped, and unusable examples of other rows."""
         for number, found in faults.items():
             if number in kept:
                 tally.left_out += len(found)
@@ -394,7 +391,6 @@ class Encoder(RowEncoder):
         return [encoding.ids for encoding in made]
 
     def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: RowCounts) -> Iterator[DocumentSlice]:
-        """Yield the pieces of one text from the ids of its blocks."""
         origin = text_hash(text)
         room = self.max_length - len(self.beginning)
         beginning = np.array(self.beginning, dtype=np.int32)

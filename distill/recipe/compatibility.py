@@ -81,7 +81,6 @@ def _without_layers(recipe: Sections) -> str | None:
 
 
 def _other_prompts(recipe: Sections) -> str | None:
-    """Return the first setting by which a teacher reads other prompts than the student."""
     found = first_teacher(recipe, lambda teacher: teacher_prompt(recipe.data, teacher) is not None)
     if found is None:
         return None
@@ -90,7 +89,6 @@ def _other_prompts(recipe: Sections) -> str | None:
 
 
 def _students_own_prompt(recipe: Sections) -> str | None:
-    """Return the first teacher of the student's own weights that reads the student's prompts."""
     found = first_teacher(
         recipe, lambda teacher: teacher.type == "student" and teacher_prompt(recipe.data, teacher) is None
     )
@@ -112,7 +110,6 @@ def _context_without_prompts(recipe: Sections) -> str | None:
 
 
 def _contexts_of_a_route(recipe: Sections) -> str | None:
-    """Return the first prompt that differs from another one of its route."""
     found: dict[str | None, object] = {}
     for number, teacher in enumerate(recipe.teachers):
         prompt = teacher_prompt(recipe.data, teacher)
