@@ -80,8 +80,7 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
 
 
 def plugin_override(plugin: Path | None) -> list[str]:
-    """Return the overrides of `--plugin FILE`: the file and its hash, so that the resolved recipe names the code it
-    ran.
+    """Return the overrides of `--plugin FILE`: the file, and its hash, which tells later what code has run.
 
     Raises:
         ValueError: The file cannot be read.

@@ -105,9 +105,7 @@ def timed_steps(step: Step, steps: int) -> Callable[[], list[dict[str, float]]]:
 
 
 def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
-    """Return a batch of random tokens [batch_size, length] on the GPU, trained on at all but each row's last
-    position.
-    """
+    """Return random tokens [batch_size, length] on the GPU, trained on at all but each row's last position."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (batch_size, length), generator=generator)
     keep = torch.ones(batch_size, length, dtype=torch.bool)
@@ -118,6 +116,7 @@ def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> 
 
 def time_step(name: str, step: Step, tokens: int, flops: float, steps: int = 8) -> StepTime:
     """Run `step` and return medians over `steps` of them, or more where they take less than two seconds."""
+    # the first steps compile and make the optimizer's states; more of them warm the GPU up, and tell how long one takes
     loss = float(step(Clock()))
     step(Clock())
     torch.cuda.synchronize()
@@ -130,6 +129,7 @@ def time_step(name: str, step: Step, tokens: int, flops: float, steps: int = 8) 
     steps = max(steps, math.ceil(TIMED_SECONDS * count / (time.perf_counter() - began)))
     torch.cuda.reset_peak_memory_stats()
     joules = total_joules()
+    # no wait in between: the GPU's queue stays full, as in training
     timed = timed_steps(step, steps)
     torch.cuda.synchronize()
     joules = (total_joules() - joules) / steps
@@ -158,9 +158,7 @@ def logits_step(
     divergence: Callable[..., torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> Step:
-    """Return a step over full logits: of the teacher by `ask`, of the student by `learn`, their loss by
-    `divergence`.
-    """
+    """Return a step over full logits: the teacher's by `ask`, the student's by `learn`."""
 
     def step(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
@@ -169,6 +167,7 @@ def logits_step(
         student_logits = learn()
         clock.enter("loss")
         loss = divergence(student_logits, teacher_logits)
+        # only what autograd needs is held through the backward pass
         del student_logits, teacher_logits
         return optimize(loss, optimizer, clock)
 
@@ -176,7 +175,6 @@ def logits_step(
 
 
 def decoder_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a transformers model: the batch without labels."""
     return {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")} | {"use_cache": False}
 
 
@@ -224,8 +222,6 @@ class PreparedStep(NamedTuple):
 
 
 def rival(step: Rival) -> Variant:
-    """Return the variant that trains by `step` with torch's fused AdamW."""
-
     def prepare(teacher: nn.Module, student: nn.Module, batch: Batch, loss: Loss) -> PreparedStep:
         optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
         return PreparedStep(step(teacher, student, batch, optimizer))
@@ -246,7 +242,6 @@ def patch_both(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
 
 
 def join_both(teacher: nn.Module, student: nn.Module, device: torch.device) -> None:
-    """Join sibling projections of both models on devices where that is faster."""
     if joins_on(device):
         join_projections(teacher, trains=True)
         join_projections(student, trains=True)

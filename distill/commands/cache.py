@@ -68,6 +68,7 @@ def cache(
     check_folder(folder, "--out" if out else "teacher")
     settings = CacheOptions(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
+    # every GPU helps to write a cache; to measure one takes several only where the teacher does not fit one
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         raise typer.Exit(launch.restart(processes))
     from distill.commands.cache_epoch import load, make_cache, ready
@@ -87,6 +88,7 @@ def cache(
         )
     else:
         ready(loaded)
+    # the ranks of a sharded teacher compute together; any other teacher is measured on rank 0 alone
     if not (first or loaded.backend.is_collective()):
         return
     table: Sequence[Any] = []
@@ -143,7 +145,6 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
 
 
 def _verdict(table: Sequence[Any], chosen: tuple[int, str]) -> str:
-    """Return a line on the error of the chosen K and tail, and the smallest K that halves it."""
     row = next(row for row in table if (row.k, row.tail) == chosen)
     better = [r.k for r in table if r.tail == row.tail and r.k > row.k and r.gradient <= row.gradient / 2]
     advice = f"; --top-k {better[0]} halves the former" if better else ""

@@ -95,7 +95,6 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     """Load data, teacher and student as a run would; of a recipe that reads a cache, the teacher it names beside it.
 
     Args:
-        recipe: Recipe whose teacher is cached.
         batch_size: rows given to the teacher at once, by which several GPUs choose copies or shards of it; None for
             the recipe's.
 
@@ -105,6 +104,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     recipe = recipe_to_store(recipe)
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
+    # planned twice: with a store around the teacher, for what the cache will hold, and below without, to be opened
     stored = source_of(recipe, stores="everywhere")
     vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)
@@ -133,8 +133,6 @@ def make_cache(
 
     Args:
         loaded: Result of `load`, its models not yet patched.
-        folder: Folder of the cache.
-        settings: settings of the cache, checked.
         say: prints a line; called by the first process only.
         progress: makes a context manager for the number of positions; its value is called with those that are stored.
 

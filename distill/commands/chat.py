@@ -66,7 +66,6 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield the user's input lines, without empty ones, until Ctrl-D or the end of the pipe."""
     asks = sys.stdin.isatty()
     if asks:
         with contextlib.suppress(ImportError):  # Windows
@@ -83,7 +82,6 @@ def _lines() -> Iterator[str]:
 
 
 def _drop_oldest_turns(turns: list[Turn], prefix: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
-    """Drop the oldest exchanges until the rest and a response fit the model's positions."""
     from distill.generation.prompts import encode_prompt
 
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -69,7 +69,6 @@ def doctor(
 
 
 def _summary(passed: list[bool | None], what: str) -> str:
-    """Return a line with the numbers of checks that pass, fail and were skipped."""
     failed = passed.count(False)
     skipped = passed.count(None)
     verdict = f"{failed} FAILED" if failed else f"{passed.count(True)} passed" if skipped else "all passed"

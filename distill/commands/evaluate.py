@@ -90,6 +90,7 @@ def evaluate(
 
     found = targets.find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
+    # a teacher that does not fit one GPU: this command starts itself again, with a process for each GPU
     if processes > 1 and targets.needs_sharding(found, teacher, processes, batch_size):
         raise typer.Exit(launch.restart(processes))
     first = ranks.is_main_process()
@@ -125,6 +126,7 @@ def evaluate(
         if before is not None:
             earlier, _ = targets.load_target(targets.find_target(before))
             closed = after.kl_reduction(look(earlier, large, rows))
+    # every rank has computed the same figures
     if not first:
         return
     figures: dict[str, Any] = measure.to_json(after.figures)
@@ -168,7 +170,6 @@ def _run_tasks(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the harness's tasks on the student and, where known, the untrained student and the teacher."""
     from distill.evaluation import targets
     from distill.evaluation.tasks import check_tasks, run_tasks
 

@@ -106,7 +106,6 @@ def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
 
 
 def _data_lines(report: str) -> str:
-    """Return the summary of read and dropped data, as `check_run` and `inspect` print it."""
     return f"data        {report}".replace("\n", "\n" + " " * 12)
 
 

@@ -50,6 +50,7 @@ def probe(recipe: Recipe) -> ProbeResult:
     device = resolve_device(recipe.train)
     if not probe_available(recipe):
         raise ValueError("--probe: expected a CUDA device in this machine, got none; check without --probe needs none")
+    # enough for two steps beside the rows that are held out
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; epochs, evaluations and checkpoints are not needed here
     quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "log_every": 1}
@@ -92,7 +93,6 @@ def probe(recipe: Recipe) -> ProbeResult:
 
 
 def probe_available(recipe: Recipe) -> bool:
-    """Return whether `probe` has a GPU here."""
     return resolve_device(recipe.train).type == "cuda"
 
 

@@ -120,6 +120,7 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 times.append(time.perf_counter() - begun)
+        # the first run, which also compiles and allocates, does not count
         return statistics.median(times[1:])
 
     def cost(cut: FromTeacher) -> float:

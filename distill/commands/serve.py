@@ -108,7 +108,6 @@ def _write_address(server: uvicorn.Server, address: str, file: Path) -> None:
 
 
 def _recipe(name: str, overrides: list[str], of_model: Any) -> Any:
-    """Return the recipe with this name, else a recipe for the model with this name."""
     known = {recipe.name for recipe in shipped_recipes()}
     if name in known or name.endswith((".yaml", ".yml")):
         return load_recipe(name, overrides)[1]

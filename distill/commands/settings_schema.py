@@ -50,7 +50,6 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """Return every field of the recipe, in the order of the file."""
     schema = json_schema()
     elsewhere = names_elsewhere()
     found: dict[str, Setting] = {}
@@ -78,6 +77,7 @@ def find_settings(name: str) -> list[Setting]:
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
     last = {path: path.rpartition(".")[2] for path in paths}
     aliases = other_tools().fields
+    # from the most exact to the loosest: the first one that matches anything decides
     tests = (
         lambda path: path == plain or path.startswith(plain + "."),
         lambda path: path.endswith("." + plain),
@@ -139,14 +139,12 @@ def field_descriptions(section: type[Section]) -> dict[str, str]:
 
 
 def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    """Yield every section with its class name."""
     for one in section.__subclasses__():
         yield one.__name__, one
         yield from _sections(one)
 
 
 def _since(path: Path) -> dict[str, str]:
-    """Return the version recorded in a schema's file, by section and field."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if not text:  # `distill schema > FILE` truncates the file before this reads it
         return {}
@@ -156,7 +154,6 @@ def _since(path: Path) -> dict[str, str]:
 
 
 def _parts(schema: Node) -> list[tuple[str, Node]]:
-    """Return the schema of every section, by name."""
     parts = [*schema["$defs"].items(), ("Recipe", schema)]
     return [(name, part) for name, part in parts if "properties" in part]
 

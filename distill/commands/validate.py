@@ -50,7 +50,6 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
 
 
 def path_errors(recipe: Recipe) -> list[str]:
-    """Return a line for each file and folder that the recipe names and that does not exist."""
     return [note for note in (*_missing_models(recipe), *_missing_data(recipe)) if note]
 
 
@@ -102,7 +101,6 @@ def _missing_models(recipe: Recipe) -> Iterator[str]:
 
 
 def _absent_package(model: str, field: str) -> str | None:
-    """Return a note if a model's Python package is not installed; None for any other model."""
     package = model.removeprefix(PACKAGE_PREFIX).partition("/")[0]
     if not model.startswith(PACKAGE_PREFIX) or not package.isidentifier() or importlib.util.find_spec(package):
         return None

@@ -48,7 +48,6 @@ def verify(
 
 
 def _line(what: str, read: Callable[[], str]) -> Line:
-    """Return a line with the result of `read`, marked as damaged where it raises."""
     try:
         return what, read(), True
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -69,7 +68,6 @@ def _run(folder: Path) -> Iterator[Line]:
             yield f"{STAGES}/{stage.name}/{what}", result, undamaged
 
     def noted(path: Path, read: Callable[[], str]) -> Line:
-        """Return a line on a file: equal to its entry in the run's manifest, and readable."""
         name = path.relative_to(folder).as_posix()
         shown = path.name if path.parent.name == FOLDER else name
         return _line(shown, lambda: _raise(entry_mismatch(folder, name)) or read())
@@ -101,7 +99,6 @@ def _run(folder: Path) -> Iterator[Line]:
 
 
 def _raise(fault: str | None) -> str:
-    """Raise a ValueError with this fault; return "" where there is none."""
     if fault is not None:
         raise ValueError(fault)
     return ""
@@ -126,7 +123,6 @@ def _noted_names(folder: Path) -> set[str]:
 
 
 def _figures(path: Path, *names: str) -> str:
-    """Return a line on the held-out metrics of a run's JSON file."""
     found = json.loads(path.read_text(encoding="utf-8"))
     for name in names:
         if not all(value is None or isinstance(value, int | float) for value in found[name].values()):

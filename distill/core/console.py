@@ -144,7 +144,6 @@ def advance(count: int = 1, total: int | None = None) -> None:
     """Count things done in the innermost activity that is shown; does nothing without one.
 
     Args:
-        count: Number of things.
         total: Number of things to do, where it is known only now.
     """
     if _activities:
@@ -174,6 +173,8 @@ def wrap_line(line: str, width: int) -> list[str]:
         return [line]
     lead = _KEY.match(line)
     own = len(line) - len(line.lstrip())
+    # \0 stands for spaces that no line may break at: in a line of several figures those between single words, elsewhere
+    # those between a number and its unit
     together = r"(?<=\S) (?=\S)" if len(_FIGURES.findall(line)) > 2 else r"(?<=\d) (?=[^\W\d])"
     line = re.sub(together, "\0", line)
     parts = textwrap.wrap(

@@ -197,7 +197,6 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
 
 
 def _meant(field: str, name: str) -> str:
-    """Return a suggestion of a field, which may be the one that was given, at the top of the recipe."""
     where = " of the recipe itself" if field == name else ""
     return f"did you mean {field}{where}?"
 
@@ -274,7 +273,6 @@ def _value_meant(field: str, value: object, options: list[str], names: ReadNames
 
 
 def _annotation_parts(annotation: object) -> list[object]:
-    """Return the alternatives of a union, the items of a list and the type inside Annotated."""
     if get_origin(annotation) is Annotated:
         return _annotation_parts(get_args(annotation)[0])
     if isinstance(annotation, types.UnionType) or get_origin(annotation) in (list, Union):
@@ -295,7 +293,6 @@ def _sections_at(model: type[BaseModel], path: list[str]) -> list[type[BaseModel
 
 
 def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the values that the field at `path` accepts."""
     fields = [
         found.model_fields[path[-1]] for found in _sections_at(model, path[:-1]) if path[-1] in found.model_fields
     ]
@@ -320,7 +317,6 @@ class _Place(NamedTuple):
 
     @property
     def fields(self) -> list[str]:
-        """The fields known there."""
         return list(dict.fromkeys(name for section in self.sections for name in section.model_fields))
 
     @property

@@ -79,8 +79,11 @@ def _replacing(path: Path, *, folder: bool, over: bool) -> Iterator[Path]:
         if folder:
             temporary.mkdir()
         yield temporary
+        # Durable by this order: bytes and modes, then the name, then the folder that holds the name. A power cut in
+        # between leaves the old file or the whole new one.
         apply_umask(temporary)
         sync(temporary)
+        # a rename does not replace a folder that holds files: for a moment there is none of this name
         if over and path.is_dir():
             os.replace(path, own / "replaced")  # deleted with the temporary folder
         os.replace(temporary, path)
@@ -202,6 +205,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _umask() -> int:
+    # it can only be read by setting it
     before = os.umask(0)
     os.umask(before)
     return before
@@ -215,7 +219,6 @@ def _remove(path: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
@@ -235,6 +238,7 @@ def suggest_path(name: str) -> str:
     path = Path(name).expanduser()
     there = path
     try:
+        # up to the first part of the path that is missing: its neighbours may have a similar name
         while not there.parent.is_dir():
             there = there.parent
         near = get_close_matches(there.name, [entry.name for entry in there.parent.iterdir()], n=1, cutoff=0.6)

@@ -41,7 +41,6 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         recipe_name: The recipe's `name`, used where `name` is None.
         name: value of `--name`.
         resume: Return the folder of an existing run: that of `name`, else the latest of the recipe.
-        runs: Folder of all runs.
 
     Raises:
         RecipeError: A bad name, `--name` of a run that exists (without `resume`), nothing to resume, or a link or file

@@ -72,6 +72,7 @@ def end_together() -> Iterator[None]:
     heartbeat.start()
     try:
         yield
+    # BaseException: Ctrl-C and sys.exit end this rank too, and the others wait for it all the same
     except BaseException as error:
         heartbeat.finish(_failure(error))
         raise
@@ -174,12 +175,14 @@ class Heartbeat:
             if failure is not None:
                 _leave_before_joining(failure, self._prefix)
             return
+        # the thread ends first: from here on only the main thread speaks for this rank
         self._thread.join()
         _leave(store, failure, LINGER_S)
 
     def _run(self) -> None:
         """Beat, and end this process where another one has ended by an error."""
         try:
+            # one connection for this thread, one for the main thread: a call that waits blocks all others on its own
             store = _connect(RENDEZVOUS_S, self._prefix)
             self._store = _connect(RENDEZVOUS_S, self._prefix)
         except RuntimeError:  # nobody holds a store: joining fails in the main thread for the same reason
@@ -201,6 +204,7 @@ class Heartbeat:
         if self._ended.wait(GRACE_S):
             return
         with contextlib.suppress(RuntimeError):
+            # the rank that holds the store waits until all others are done
             store.set(f"done/{self.rank}", "1")
         advice = self.advice()
         after = f"; {advice}" if advice else ""
@@ -227,6 +231,7 @@ class Heartbeat:
             elif now - beat.beaten_at > SILENT_S:
                 fault = f"has sent no heartbeat for {now - beat.beaten_at:.0f} s: stopped, or its machine is down"
             elif beat.begun < own.begun and now - max(beat.begun_at, own.begun_at) > STALLED_S:
+                # by the later of two moments: a rank that has just gone ahead gives the other one time to follow
                 stalled = now - beat.begun_at
                 fault = f"hangs: for {stalled:.0f} s it has not begun a micro-batch that another rank has begun"
             if fault is not None:
@@ -242,8 +247,8 @@ class Heartbeat:
 
 
 def _leave(store: Store, failure: dict[str, object] | None, linger: float) -> None:
-    """Tell the others that this rank ends, and why if it fails."""
     with contextlib.suppress(RuntimeError):  # the rank that holds the store is gone
+        # the first reason stands: later ones follow from it
         if failure is not None and not store.check([FAILED]):
             store.set(FAILED, json.dumps(failure))
         store.set(f"done/{os.environ['RANK']}", "1")
@@ -273,7 +278,6 @@ def _connect(seconds: float, prefix: str, *, holds: bool = False) -> Store:
 
     Args:
         seconds: How long to wait for the process that holds the store.
-        prefix: Prefix of the keys.
         holds: Hold the store in this process, unless it does so already.
     """
     from torch.distributed import PrefixStore, TCPStore  # torch takes a second to import

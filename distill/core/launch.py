@@ -121,7 +121,6 @@ def processes_to_start(environment: Mapping[str, str], *, gpus: int, device: str
 
     Args:
         environment: Variables of this process; those of a launcher mean that all processes run already.
-        gpus: Number of visible GPUs.
         device: The recipe's `train.device`: auto, cpu or cuda.
     """
     if device == "cpu" or any(name in environment for name in LAUNCHED):

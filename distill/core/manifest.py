@@ -32,9 +32,7 @@ def checksum(path: Path) -> str:
 
 
 def file_checksums(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, object]]:
-    """Return size and checksum of every file below `folder`, by relative path, without its manifest and names in
-    `skip`.
-    """
+    """Return size and checksum by relative path; not of the manifest, nor of paths that begin with a dot or `skip`."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST and not name.startswith((".", skip))]
     with ThreadPoolExecutor(THREADS) as pool:  # hashing and reading release the GIL
@@ -43,11 +41,7 @@ def file_checksums(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, obj
 
 
 def write_manifest(folder: Path, **more: object) -> None:
-    """Write the manifest of a folder that is complete, and sync the folder to disk.
-
-    Args:
-        more: Further entries of the manifest.
-    """
+    """Write the manifest of a folder that is complete, with the entries `more`, and sync the folder to disk."""
     with ThreadPoolExecutor(1) as aside:  # the disk writes while the checksums are computed
         files = aside.submit(file_checksums, folder)
         apply_umask(folder)
@@ -67,7 +61,6 @@ def add_to_manifest(folder: Path, *names: str) -> None:
 
 
 def remove_from_manifest(folder: Path, name: str) -> None:
-    """Remove the entry of a file that is about to change from a folder's manifest, if there is one."""
     with contextlib.suppress(ValueError):
         files = (read_manifest(folder) or {}).get("files")
         if isinstance(files, Mapping) and name in files:
@@ -89,7 +82,6 @@ def manifest_entry(path: Path) -> dict[str, object]:
 
 
 def with_checksum(value: Mapping[str, object]) -> dict[str, object]:
-    """Return a section of JSON with its own checksum added."""
     return {**value, SUM: _sum_of(value)}
 
 

@@ -32,11 +32,7 @@ PATIENCE = datetime.timedelta(hours=4)
 
 
 def broadcast_from_rank0(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on every rank; a `ValueError` there is raised on all.
-
-    Raises:
-        ValueError: `make` raised it on rank 0.
-    """
+    """Call `make` on rank 0 and return its result on every rank; a `ValueError` there is raised on all."""
     if world_size() == 1:
         return make()
     import torch.distributed as dist
@@ -52,12 +48,14 @@ def run_on_rank0(make: Callable[[], T]) -> T | None:
 
     result = None
     fault = [""]
+    # a group with a timeout of its own: in the run's, the others would give up while rank 0 still works
     waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
     if is_main_process():
         try:
             result = make()
         except ValueError as error:
             fault = [str(error)]
+    # the others wait here; an error of rank 0 reaches them, or they would go on into a collective without it
     dist.broadcast_object_list(fault, group=waiting)
     dist.destroy_process_group(waiting)
     if fault[0]:

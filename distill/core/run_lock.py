@@ -69,9 +69,11 @@ class RunLock:
         self._open()
         handle = self._handle
         assert handle is not None
+        # where the disk has no locks (None), the holder that the file names is all that tells
         locked = try_lock(handle)
         holder = _read(handle)
         if locked is False or (locked is None and _is_alive(holder)):
+            # closes the file only: the name in it is that of the other process
             self.__exit__()
             unknown = f", or, if it has ended, delete {self.path}: this disk has no locks" if locked is None else ""
             raise RunError(
@@ -92,6 +94,8 @@ class RunLock:
         """
         if self._handle is not None:
             try_lock(self._handle, shared=True)
+        # Rank 0 makes its exclusive lock a shared one before the barrier; the others take theirs after it, since they
+        # would be refused as long as the exclusive one is held.
         wait()
         if self._handle is None:
             if not self.path.exists():  # a machine that does not share the folder
@@ -128,11 +132,11 @@ class RunLock:
 
 def _write(handle: int, holder: dict[str, object]) -> None:
     os.lseek(handle, 0, os.SEEK_SET)
+    # written over and then cut to its length: a reader never finds it empty
     os.truncate(handle, os.write(handle, json.dumps(holder).encode()))
 
 
 def _read(handle: int) -> dict[str, object]:
-    """Return the holder that the file names; empty where it names none."""
     os.lseek(handle, 0, os.SEEK_SET)
     try:
         value = json.loads(os.read(handle, 1024) or b"{}")
@@ -160,6 +164,7 @@ _open_locks: set[int] = set()
 
 def _close_after_fork() -> None:
     """Release the lock in data workers, which outlive a killed process by some seconds."""
+    # an flock is held until the last copy of its descriptor is closed, and a fork copies it
     for handle in _open_locks:
         with contextlib.suppress(OSError):
             os.close(handle)

@@ -87,6 +87,7 @@ def check_tokenizer_limits(folder: Path, name: str, field: str) -> None:
         raise ValueError(f"{field}: the tokenizer of {name} {fault} on a few lines of text; it is not used")
 
 
+# `changed` and `size` are keys of the cache only: a file that is written anew is tried again
 @functools.lru_cache(64)
 def _fault(file: str, changed: int, size: int) -> str:
     """Return the limit that a tokenizer exceeds, in words; empty where it exceeds none or needs no trial."""
@@ -101,6 +102,7 @@ def _fault(file: str, changed: int, size: int) -> str:
     patterns = [part.get("pattern") for part in parts]
     named = [str(pattern.get("String", "")) for pattern in patterns if isinstance(pattern, Mapping)]
     printable = "".join(map(chr, range(32, 127)))
+    # texts on which growth or backtracking shows: those that the normalizer replaces, and long runs that almost match
     texts = [
         "One text, 2 numbers.\n",
         printable,

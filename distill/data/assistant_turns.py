@@ -79,6 +79,7 @@ class Turns:
                 text = text[:place] + piece
             if not text.startswith(piece, place):
                 return None
+            # from positions in the turn's own text to those in the whole text
             spans += [(start - end + place, stop - end + place) for start, stop in turn.spans]
             turn_of_span += [number] * len(turn.spans)
         return RenderedChat(text, spans, turn_of_span)
@@ -127,6 +128,7 @@ class Turns:
             start = len(before)
         else:
             start = self._shared_prompt(messages, tools, number, before, upto)
+            # a model writes its reasoning first, and the template drops it from a finished turn: it is put back
             thought = self._lost_thought(message, before, upto[start:])
             if thought:
                 turn = thought + self._end(upto, start, message)[start:].lstrip("\n")
@@ -167,6 +169,8 @@ class Turns:
     ) -> AssistantTurn:
         """Return the marked ranges of this turn: those after everything that the messages before it render."""
         end = len(before)
+        # A generation prompt may write text that a finished turn does not have: what comes before the turn is then the
+        # history without that prompt.
         if not upto.startswith(before):
             closed = self._renderer.raw(messages[:number], tools).text
             if not upto.startswith(closed):
@@ -190,10 +194,13 @@ class Turns:
         if run:
             if marked is not None:  # the first token after the markers
                 run = [match for match in run if match.end() <= marked][-1:] or run[:1]
+            # the run may go on with the token that ends a whole chat: it is cut after the one that closes every answer
             known = [match for match in run if match[0] == self._closing]
             text = upto[: (known or run)[-1].end()]
+            # a template may close turns with a token at which inference does not stop: the one at which it does follows
             ended = known or any(match[0] in self._renderer.stops for match in run)
             return text if ended else text + self._stop_after(bool(content_of(message).calls))
+        # white space after the turn is the template's, unless the turn is nothing but white space
         text = upto.rstrip()
         if len(text) < start or not upto[start:].strip():
             text = upto
@@ -229,9 +236,7 @@ class Turns:
         return run[0][0] if run else None
 
     def _stop_after(self, calls: bool) -> str:
-        """Return the token that ends a turn which the template does not close (see the module docstring); "" if
-        none.
-        """
+        """Return the token that ends a turn which the template does not close; "" if none."""
         return self._stop_after_calls if calls else self._stop_after_words
 
     @functools.cached_property
@@ -287,6 +292,8 @@ class Turns:
         """
         closed = self._renderer.raw(messages[:number], tools).text
         if upto.startswith(closed) and before.startswith(closed):
+            # An answer of other words: what it shares with the prompt is the template's, not the words with which this
+            # answer happens to begin.
             other = self._renderer.raw([*messages[:number], *self._adapter([ANSWER])], tools).text
             shared = min(_shared(before, other), _shared(before, upto))
             if shared > len(closed):
@@ -343,7 +350,7 @@ class Turns:
 
 
 def _shared(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
+    # length of the common prefix by bisection: a few comparisons of long slices, not one of each character
     low = 0
     high = min(len(one), len(other))
     while low < high:

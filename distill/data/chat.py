@@ -101,7 +101,6 @@ class ChatTemplate(Renderer):
         """Bind a template.
 
         Args:
-            source: Text of the template.
             tokenizer: Tokenizer whose special tokens it writes.
             name: Name for error messages.
             kwargs: Variables that the template reads beside messages and tools.
@@ -125,7 +124,6 @@ class ChatTemplate(Renderer):
         """Return the template that renders a conversation.
 
         Args:
-            tools: Tools of the conversation.
             kwargs: The row's own keyword arguments, which take precedence over the template's.
         """
         if tools and self.tool_use is not None:
@@ -134,12 +132,11 @@ class ChatTemplate(Renderer):
         return self if both == self.kwargs else self._with(both)
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with other keyword arguments in place of its own."""
         if dict(kwargs) == self.kwargs:
             return self
         made = self._with(dict(kwargs))
         if self.tool_use is not None:
-            made = copy.copy(made)
+            made = copy.copy(made)  # `_with` keeps its own, which has no template for tools
             made.tool_use = self.tool_use.with_kwargs(kwargs)
             made._variants = {}
             made._begin()
@@ -179,7 +176,6 @@ class ChatTemplate(Renderer):
         return "\n".join(parts)
 
     def closings(self) -> set[str]:
-        """Return the special tokens that end an assistant's turn, plain or with tool calls."""
         found = self._turns.closings()
         return found if self.tool_use is None else found | self.tool_use.closings()
 
@@ -191,13 +187,7 @@ class ChatTemplate(Renderer):
         prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the template's text for `messages`, unchecked.
-
-        Args:
-            messages: Dictionaries with `role`, `content` and other keys that the template reads.
-            tools: JSON schemas of the available tools.
-            prompt: Append the generation prompt.
-            kwargs: The row's own keyword arguments of the template.
+        """Return the template's text for `messages`, unchecked; arguments as in `raw`, `kwargs` are the row's own.
 
         Raises:
             RowFault: The template refuses these messages.
@@ -206,16 +196,12 @@ class ChatTemplate(Renderer):
         return own.raw(own.adapter(messages), tools, prompt=prompt).text
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None, kwargs: Mapping[str, Any] | None = None) -> str:
-        """Return the text after which the assistant's next turn is generated.
-
-        Args:
-            messages: Messages of the conversation.
-            tools: JSON schemas of the available tools.
-            kwargs: The row's own keyword arguments of the template.
+        """Return the text after which the assistant's next turn is generated; `kwargs` are the row's own.
 
         Raises:
             RowFault: The template refuses these messages, or omits content of them.
         """
+        # rendered with a made-up answer: the check of a training example also covers its prompt
         answered = [*messages, {"role": "assistant", "content": "zqanswerqz"}]
         self.for_training(answered, tools, ChatOptions("last"), kwargs=kwargs)
         own = self.variant(tools, kwargs)
@@ -268,7 +254,6 @@ class ChatTemplate(Renderer):
         turns: list[int],
         fits: Callable[[str], bool] | None,
     ) -> TrainingChat:
-        """Return the examples of these turns, by this variant of the template."""
         if options.reasoning == "drop":
             messages = [without_reasoning(message) for message in messages]
         made = self._examples(messages, tools, turns, options.train_on == "each", fits)
@@ -324,7 +309,6 @@ def template_of(
     """Return the chat template of a recipe's `data`, with its keyword arguments.
 
     Args:
-        data: The recipe's `data` section.
         tokenizer: Tokenizer whose template, or with whose special tokens the file's, is used.
         name: Name of a tokenizer's template in error messages.
         kwargs: Keyword arguments in place of `data.chat_template_kwargs`, such as the teacher's.

@@ -78,7 +78,6 @@ class Collator:
         return self.extend(rows, self._padded(rows))
 
     def extend(self, rows: Sequence[BatchRow], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch of `rows` with the further columns."""
         batch = dict(batch)
         if self.columns:
             batch["valid_rows"] = trained_rows(batch)
@@ -147,7 +146,6 @@ def _mask_after_padding(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_one_document(row: BatchRow) -> bool:
-    """Return whether a row is one document: its positions end at its length less one."""
     return row["position_ids"][-1] == len(row["input_ids"]) - 1
 
 
@@ -157,7 +155,6 @@ def valid_rows(labels: torch.Tensor) -> torch.Tensor:
 
 
 def trained_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the `valid_rows` of a batch, from its labels where the batch has none."""
     if "valid_rows" in batch:
         return batch["valid_rows"]
     return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))

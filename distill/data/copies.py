@@ -26,16 +26,11 @@ def count_copies(trained: Sequence[Chosen], held_out: Sequence[Chosen], key: str
 
     Both the token ids and which of them are trained on are equal. Equal texts are never both held out and trained on;
     what is left are pieces of texts, truncated chats and turns of chats that continue one another.
-
-    Args:
-        trained: Documents to train on, of each source.
-        held_out: Held-out documents.
-        key: Key of the result in the cache.
-        cache: Use the cache (`data.cache`).
     """
 
     def build(folder: Path) -> None:
         longest = max(int(documents.columns[IDS].lengths.max()) for documents, _ in (*trained, *held_out))
+        # odd factors: an even one would lose the highest bit of the product modulo 2^64
         factors = np.random.default_rng(0).integers(2**63, size=longest, dtype=np.uint64) * 2 + 1
         whole = [(hashes, place) for chosen in held_out for hashes, place, _ in _hashes(*chosen, factors, whole=True)]
         own, lengths = (np.concatenate(values) for values in zip(*whole, strict=True))
@@ -45,7 +40,9 @@ def count_copies(trained: Sequence[Chosen], held_out: Sequence[Chosen], key: str
         is_length[lengths] = True
         for chosen in trained:
             for hashes, place, is_chosen in _hashes(*chosen, factors):
+                # only beginnings as long as a held-out document can equal one
                 hashes = hashes[is_length[place] & is_chosen]
+                # `known` is sorted: a binary search finds where a hash would stand; % for one beyond the end
                 found.update(hashes[known[np.searchsorted(known, hashes) % len(known)] == hashes].tolist())
         (folder / "copies.json").write_text(json.dumps(sum(value in found for value in own.tolist())))
 
@@ -59,7 +56,6 @@ def _hashes(
     """Yield for tokens of successive documents the hash of the document up to each, uint64 [tokens].
 
     Args:
-        documents: Tokenised documents.
         numbers: Indices of the chosen ones.
         factors: Random odd numbers, uint64 [longest document].
         whole: Yield the chosen documents' last tokens alone.
@@ -77,7 +73,9 @@ def _hashes(
         lengths = np.diff(offsets[first : last + 1])
         begins = offsets[first:last] - offsets[first]
         place = np.arange(here.stop - here.start) - np.repeat(begins, lengths)
+        # the lowest bit tells whether a token is trained on
         tokens = ids[here].astype(np.uint64) * 2 + (labels[here] != IGNORE_INDEX)
+        # uint64 wraps around, which is the hash's modulus: the sum up to a document's begin can be subtracted
         sums = np.cumsum(tokens * factors[place])
         before = np.concatenate([np.zeros(1, dtype=np.uint64), sums])[begins]
         hashes = sums - np.repeat(before, lengths)

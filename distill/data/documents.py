@@ -92,11 +92,13 @@ def _encoded(
             tally = RowCounts()
             yield encoder.documents(batch, tally), tally
         return
+    # spawned, not forked: threads of the tokenizer and their locks do not survive a fork
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder,)) as pool:
         waiting: deque[Future[tuple[list[TokenisedDocument], RowCounts]]] = deque()
         try:
             for batch in batches:
                 waiting.append(pool.submit(_encode_here, batch))
+                # the oldest first: documents come in the order of their batches, whichever worker is done sooner
                 if len(waiting) >= 2 * workers:
                     yield waiting.popleft().result()
             while waiting:

@@ -146,7 +146,6 @@ def carries_words(name: str, value: object, row: Mapping[str, Any], kind: str, u
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is a list of messages."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -117,7 +117,6 @@ def load_rows(
 
     Args:
         encoder_for: Function from a format and a source to its encoder.
-        templates: Chat templates that the encoders use.
     """
 
     def read(part: DataPart, number: int) -> tuple[Documents, DataReport, str]:
@@ -192,7 +191,6 @@ def load_rows(
 
 
 def _share_of(section: Validation, part: DataPart) -> Validation:
-    """Return the validation section of one source: its share of `max_rows`."""
     most = section.max_rows and max(1, round(section.max_rows * part.share))
     return section.model_copy(update={"max_rows": most})
 
@@ -241,11 +239,7 @@ def format_of(source: DataSource, data: Data, templates: Sequence[ChatTemplate |
 
 
 def check_first_rows(source: DataSource, format: RowFormat) -> None:
-    """Raise if the first rows have columns with words of the conversation that are not read, before all are tokenised.
-
-    Raises:
-        ValueError: naming the columns and the settings.
-    """
+    """Raise a ValueError before all rows are tokenised if the first ones have unread columns with words of the chat."""
     counts = RowCounts()
     for row in islice(source.rows(), FIRST_ROWS):
         counts.rows_read += 1
@@ -259,8 +253,6 @@ def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, fiel
     """Raise if a column that carries words of the conversation is not read.
 
     Args:
-        counts: Counts of the rows of a source.
-        format: Their format.
         name: Name of the source.
         field: The recipe's field that names columns.
 
@@ -281,7 +273,6 @@ def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, fiel
 
 
 def columns_of(source: DataSource) -> tuple[str, ...]:
-    """Return the declared columns, else those of the first rows."""
     if source.columns is not None:
         return source.columns
     names: dict[str, None] = {}
@@ -382,7 +373,6 @@ def _validation_part(data: Data) -> DataPart:
 def _pack(
     data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, settings: tuple[str, Validation]
 ) -> Splits:
-    """Arrange the chosen documents in rows and count them."""
     if len(trained[1]) == 0:
         raise ValueError(
             "data.validation: expected documents left to train on, but all are held out; lower the fraction"
@@ -435,7 +425,6 @@ def _dataset(
 
 
 def _with_blocks(batches: Iterator[dict[str, Ragged]], blocks: np.ndarray) -> Iterator[dict[str, Ragged]]:
-    """Batches of rows with the column `BLOCK`, one number a row."""
     begin = 0
     for batch in batches:
         count = len(next(iter(batch.values())).offsets) - 1

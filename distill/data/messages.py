@@ -64,7 +64,6 @@ def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether an assistant's message is trained on: without `weight: 0`, `train: false`, `loss: false`."""
     return all(message.get(name, 1) for name in TRAINED)
 
 
@@ -78,6 +77,7 @@ def untrained_ranges(message: Message) -> list[TextSpan]:
     if not details or not isinstance(content, str):
         return []
     trained = [False] * len(content)
+    # exclusions last: they win where ranges overlap
     for wanted in (True, False):
         for part in details:
             if bool(part["train"]) == wanted:
@@ -89,7 +89,6 @@ def untrained_ranges(message: Message) -> list[TextSpan]:
 
 
 def without_reasoning(message: Message) -> Message:
-    """Return the message without its reasoning, in fields and in the text."""
     if message.get("role") != "assistant":
         return message
     kept = {name: value for name, value in message.items() if name not in REASONING}
@@ -144,7 +143,6 @@ class MessageAdapter:
         return message
 
     def _shows(self, messages: Sequence[Message], *markers: str) -> bool:
-        """Return whether the template renders these messages with every marker."""
         try:
             text = self._renderer.raw(messages).text
         except RowFault:
@@ -153,15 +151,14 @@ class MessageAdapter:
 
     @functools.cached_property
     def parts(self) -> bool:
-        """Return whether the template reads content in parts."""
         marker = str(QUESTION["content"])
         as_parts = {**QUESTION, "content": [{"type": "text", "text": marker}]}
         return not self._shows([QUESTION], marker) and self._shows([as_parts], marker)
 
     @functools.cached_property
     def calls(self) -> tuple[object, type] | None:
-        """Return the content next to a tool call and the type of its arguments; None if no layout renders a call."""
         shown = None
+        # the first layout whose call the template writes, else the first that it accepts without writing the call
         for beside, arguments in product(("", None, ABSENT), ({"a": True}, '{"a": true}')):
             function = {"name": "zqcallqz", "arguments": arguments}
             call = {"id": CALL_ID, "type": "function", "function": function}
@@ -171,6 +168,7 @@ class MessageAdapter:
                 text = self._renderer.raw([self._plain(QUESTION), self._plain(answer)]).text
             except RowFault:
                 continue
+            # a Python value printed as it is: the template expects another layout
             if "{'a'" in text or "None" in text:
                 continue
             if "zqcallqz" in text:
@@ -180,13 +178,11 @@ class MessageAdapter:
 
     @functools.cached_property
     def splits(self) -> bool:
-        """Return whether the template reads reasoning from a field."""
         answer = {"role": "assistant", "content": "zqanswerqz"} | dict.fromkeys(REASONING, "zqthoughtqz")
         return self._shows([self._plain(QUESTION), self._plain(answer)], "zqthoughtqz", "zqanswerqz")
 
     @functools.cached_property
     def knows_developer(self) -> bool:
-        """Return whether the template has a role `developer`."""
         if DEVELOPER.search(self._renderer.source):
             return True
         return not self._shows(
@@ -194,7 +190,6 @@ class MessageAdapter:
         )
 
     def _plain(self, message: Message) -> Message:
-        """Return a message with its content in parts if the template reads parts."""
         if self.parts and isinstance(message.get("content"), str):
             return {**message, "content": [{"type": "text", "text": message["content"]}]}
         return message
@@ -220,6 +215,7 @@ def _call(call: Any, kind: type) -> Any:
             made = None
     elif kind is str and isinstance(arguments, Mapping):
         made = json.dumps(arguments, ensure_ascii=False)
+    # `function is call` where the level `function` is missing; this must still hold for the changed one
     if isinstance(made, kind) and made is not arguments:
         changed = {**function, "arguments": made}
         call, function = (changed, changed) if function is call else (call, changed)

@@ -32,8 +32,10 @@ def epoch_mix(sizes: Sequence[int], shares: Sequence[float]) -> Mix:
         ValueError: A share is less than one row.
     """
     exact = np.array(shares) * sum(sizes)
+    # 1e-9: an exact share of n rows may be computed as slightly less than n
     counts = np.floor(exact + 1e-9).astype(np.int64)
     rest = sum(sizes) - int(counts.sum())
+    # the sources with the largest remainders get one row more; of equal ones the first (stable)
     counts[np.argsort(counts - exact, kind="stable")[:rest]] += 1
     for number, count in enumerate(counts):
         if count == 0:

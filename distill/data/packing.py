@@ -28,7 +28,7 @@ class Ragged(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the lengths of the lists, int64 [n]."""
+        """int64 [n]."""
         return np.diff(self.offsets)
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -60,12 +60,13 @@ class Documents(NamedTuple):
         """Return the documents with the column `ROW`; `source` is the index of their source, -1 for a held-out one."""
         count = len(self.source_rows)
         values = np.concatenate([np.full((count, 1), source, dtype=np.int32), self.source_rows], 1)
+        # three numbers a document: source, row, message
         column = Ragged(values.reshape(-1), np.arange(count + 1) * 3)
         return self._replace(columns={**self.columns, ROW: column})
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the length of each document in a row, int64 [D]: that of its longest column of ids."""
+        """int64 [D], the length of each document in a row: that of its longest column of ids."""
         return np.max([column.lengths for name, column in self.columns.items() if name.endswith(IDS)], axis=0)
 
     def lengths_with_answers(self, new: int, most: int) -> np.ndarray:
@@ -75,7 +76,7 @@ class Documents(NamedTuple):
         learned = labels.values != IGNORE_INDEX
         # A response begins where a trained label follows one that is not; labels are not shifted, so no document begins
         # with one and the False in front is never another document's.
-        begins = learned & ~np.concatenate([[False], learned[:-1]])  # begins of responses; no document begins with one
+        begins = learned & ~np.concatenate([[False], learned[:-1]])
         # index of each document's last beginning: the response that a rollout will replace
         last = np.maximum.reduceat(np.arange(len(begins)) * begins, labels.offsets[:-1])
         prompts = lengths - (labels.offsets[1:] - last)
@@ -85,12 +86,11 @@ class Documents(NamedTuple):
         return np.maximum(lengths, np.minimum(prompts + new, most))
 
     def tokens(self, chosen: np.ndarray, column: str = IDS) -> int:
-        """Return the number of entries of a column in the `chosen` documents."""
         return int(self.columns[column].lengths[chosen].sum())
 
     def trained_tokens(self, chosen: np.ndarray) -> int:
-        """Return the number of trained tokens in the `chosen` documents."""
         labels = self.columns["labels"]
+        # no document is empty, which reduceat would count as one label of the next
         counts = np.add.reduceat(labels.values != IGNORE_INDEX, labels.offsets[:-1], dtype=np.int64)
         return int(counts[chosen].sum())
 
@@ -214,6 +214,8 @@ def shuffle_into_rows(
     random = np.random.default_rng([seed, len(chosen)])
     if together is not None:
         return _rows_together(lengths, chosen, together, random, capacity=capacity, packing=packing)
+    # Shuffled twice: before packing, since best_fit keeps the order of documents of one length and neighbours in the
+    # source would share rows; after it, since its rows come from long documents to short ones.
     order = random.permutation(chosen)
     if packing:
         groups = [order[group] for group in best_fit(lengths[order], capacity)]

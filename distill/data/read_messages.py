@@ -101,9 +101,7 @@ def read_history(value: Any, column: str) -> list[Message]:
 
 
 def read_tools(value: Any, column: str, *, adds_nulls: bool = False) -> Tools:
-    """Read the tools on offer: JSON schemas, or JSON text of all or of each; OpenAI's older `functions` get their level
-    `function`.
-    """
+    """Read JSON schemas of tools, or JSON text of all or each; OpenAI's older `functions` get a level `function`."""
     if isinstance(value, str) and value.strip():
         value = parsed_json(value, column)
     if is_blank(value):
@@ -131,7 +129,6 @@ def parsed_json(text: str, column: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without keys whose value is None."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -192,6 +189,7 @@ class _Reader:
         if message["role"] in CALL_ROLES:
             message |= {"role": "assistant", "content": "", "tool_calls": self._calls_of(message.get("content"))}
             message["is_call"] = True
+        # in this order: parts of the content may hold reasoning, and the check is of what the others have made
         self._read_content(message)
         self._read_calls(message)
         self._read_reasoning(message)
@@ -207,7 +205,6 @@ class _Reader:
                 self._not_read(name)
 
     def _calls_of(self, content: object) -> list[Any]:
-        """Return the calls of a message that is JSON text of one or several."""
         made: Any = parsed_json(content, self.column) if isinstance(content, str) else content
         calls = made if isinstance(made, list) else [made]
         if not all(isinstance(call, Mapping) and "name" in call for call in calls):
@@ -253,7 +250,6 @@ class _Reader:
         message["tool_calls"] = [self._call(_without_null_keys(call)) for call in calls]
 
     def _call(self, call: Message) -> Message:
-        """Return a call whose arguments are an object, or JSON text of one."""
         function = call.get("function", call)
         if not isinstance(function, Mapping):
             raise self.fault("wrong type", "expected the function of a tool call as an object")
@@ -378,12 +374,12 @@ def _without_channels(messages: list[Message], column: str) -> list[Message]:
 
 
 def _joined_calls(messages: list[Message]) -> list[Message]:
-    """Return messages with those that are calls joined to the assistant's message before them."""
     made = list[Message]()
     for message in messages:
         is_call = message.pop("is_call", False)
         before = made[-1] if made else {}
         same = all(bool(before.get(name, 1)) == bool(message.get(name, 1)) for name in TRAINED)
+        # a call in a message of its own belongs to the turn before it, unless only one of the two is trained on
         if is_call and same and before.get("role") == "assistant":
             before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
             continue

@@ -71,7 +71,6 @@ def _open(path: Path) -> TextIO:
 
 
 def _conversion(path: Path, encoding: str) -> str:
-    """Return the command that converts a file to UTF-8."""
     name = shlex.quote(str(path))
     plain = path.name.removesuffix(".gz")
     convert = f"iconv -f {encoding} -t UTF-8"
@@ -151,6 +150,7 @@ def _read_json(path: Path) -> Rows:
             items = _items(file, text[1:])
         else:
             text += file.read(MOST_BYTES + 1 - len(text))
+            # a .json file may hold one object per line: its first line is then an object by itself
             first = text.split("\n", 1)[0].strip()
             try:
                 content = None if _is_long(text) else json.loads(text)

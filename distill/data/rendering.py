@@ -56,7 +56,6 @@ def variables_of(source: str) -> frozenset[str]:
         tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
-            """Return the statements inside of the block."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -95,6 +94,7 @@ class Renderer:
         self.eos: str | None = tokenizer.eos_token
         self.stops = stop_tokens(tokenizer)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        # longest first, since an alternation takes the first that matches; without tokens, a pattern that never does
         added.sort(key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, added)) or r"\Z.")
         if len(self.source) > TEMPLATE_SOURCE:
@@ -186,6 +186,7 @@ def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, da
     """
     moment = datetime.datetime.combine(day, datetime.time())
     frozen, count = _TODAY.subn(lambda match: repr(moment.strftime(match["format"])), template)
+    # every call with a literal format is replaced by now: what is left computes its format
     if "strftime_now(" in frozen.replace(" ", ""):
         raise TemplateError(
             "data.chat_template: expected literal date formats in the template, got a computed one; use a .jinja file "

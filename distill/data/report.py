@@ -71,6 +71,7 @@ class DataReport(RowCounts):
         total.from_cache = all(part.from_cache for part in parts)
         total.longest = max(part.longest for part in parts)
         total.answer_room = parts[0].answer_room
+        # all counts are summed but these: the same in every source, maxima, or summed by `add`
         apart = {"max_length", "longest", "answer_room", *(one.name for one in fields(RowCounts))}
         for part, count in zip(parts, epoch_rows, strict=True):
             total.add(part)
@@ -83,16 +84,13 @@ class DataReport(RowCounts):
 
     @property
     def trained_share(self) -> float:
-        """Return the fraction of trained tokens."""
         return self.trained_tokens / max(1, self.tokens)
 
     @property
     def packing_efficiency(self) -> float:
-        """Return the fraction of the rows' capacity that is filled with tokens."""
         return self.tokens / max(1, self.rows * self.max_length)
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        """Count the chosen and the held-out documents."""
         self.documents = len(chosen)
         self.validation_documents = len(held_out)
         self.longest = int(documents.columns[IDS].lengths[chosen].max(initial=0))
@@ -103,7 +101,6 @@ class DataReport(RowCounts):
         self.trained_tokens = documents.trained_tokens(chosen)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and both fractions for JSON."""
         parts = {"parts": [part.as_dict() for part in self.parts]}
         return vars(self) | parts | {name: getattr(self, name) for name in ("trained_share", "packing_efficiency")}
 
@@ -158,7 +155,6 @@ class DataReport(RowCounts):
         return "\n".join(lines)
 
     def _unread_lines(self) -> Iterator[str]:
-        """Yield a line on the columns and one on the keys of messages that are not read."""
         for what, in_messages in (("columns", False), ("keys", True)):
             names = sorted(name for name in self.unread if ("." in name) == in_messages)
             if names:
@@ -167,7 +163,6 @@ class DataReport(RowCounts):
                 yield f"{what} not read: {shown}{more}; data.unread=[{','.join(names[:MOST_SHOWN])}] silences this"
 
     def _shares(self) -> Iterator[str]:
-        """Yield a line for each of several sources on its part of an epoch."""
         learned = [part.trained_tokens * part.epoch_rows / max(part.rows, 1) for part in self.parts]
         for part, tokens in zip(self.parts, learned, strict=True):
             share = part.epoch_rows / self.rows

@@ -67,13 +67,11 @@ class RowCounts:
         self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in example))
 
     def see_roles(self, messages: Iterable[Message]) -> None:
-        """Count a chat's unusual roles, up to `MOST_ROLES` different ones."""
         for role in sorted({str(message.get("role")) for message in messages} - KNOWN_ROLES):
             if role in self.roles or len(self.roles) < MOST_ROLES:
                 self.roles[role] += 1
 
     def see_unread(self, items: Sequence[Unread]) -> None:
-        """Count a row's columns and keys that are not read, up to `MOST_UNREAD` different ones."""
         for item in items:
             if item.name in self.unread or len(self.unread) < MOST_UNREAD:
                 self.unread[item.name] += 1
@@ -81,7 +79,6 @@ class RowCounts:
                     self.unread_words[item.name] += 1
 
     def see_chat(self, made: TrainingChat) -> None:
-        """Count the effects of the template on a chat."""
         self.rewritten += made.rewritten
         self.left_out += made.left_out
         self.unrendered.update(made.named)

@@ -82,7 +82,6 @@ class RowReader:
         return sample._replace(tools=self.tools, unread=tuple(unread.values()))
 
     def _value(self, role: str) -> Any:
-        """Return the value of a role's column; None if it has none."""
         return self.row.get(self.columns[role]) if role in self.columns else None
 
     def _refuse_unwanted(self) -> None:
@@ -153,7 +152,6 @@ class RowReader:
         return ConversationSample(text=answer, prompt=question + joint)
 
     def _with_chosen(self, messages: list[Message]) -> list[Message]:
-        """Return a chat with the chosen response, if it ends without one."""
         chosen = self._value("chosen")
         if is_blank(chosen):
             return messages
@@ -210,7 +208,6 @@ class RowReader:
         return ConversationSample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
 
     def _with_system(self, sample: ConversationSample) -> ConversationSample:
-        """Return the sample with the column of system prompts, if its messages have none."""
         system = self._value("system")
         if sample.messages is None or not isinstance(system, str) or not system.strip():
             return sample
@@ -222,6 +219,7 @@ class RowReader:
         if own is not None:
             return sample._replace(messages=[{**own, "content": system}, *sample.messages[1:]])
         messages = [{"role": "system", "content": system}, *sample.messages]
+        # one message more in front: the index moves by one
         return sample._replace(messages=messages, first_trained=sample.first_trained + 1)
 
     def _name_unread(self, sample: ConversationSample) -> None:
@@ -271,7 +269,6 @@ def _is_reply(value: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """Return a value beside a prompt as text: numbers, lists and objects as JSON."""
     if is_blank(value):
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

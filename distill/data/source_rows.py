@@ -89,7 +89,6 @@ def store_rows(source: DataSource, *, max_rows: int | None, cache: bool) -> Stor
     Args:
         source: Rows, numbered as they are read, faulty ones included.
         max_rows: Number of rows to read; None for all.
-        cache: Use the cache (`data.cache`).
     """
 
     def build(folder: Path) -> None:

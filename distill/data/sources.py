@@ -223,6 +223,7 @@ def _of_files(name: str, files: list[Path], field: str) -> DataSource:
     for path in files:
         if kind_of_file(path) not in SUFFIXES:
             raise ValueError(f"{field}: expected a file of {', '.join(SUFFIXES)}; got {str(path)!r}")
+        # the suffix chooses the reader: the same bytes under another one are other rows
         digest.update(f"{kind_of_file(path)}\0".encode())
         try:
             with path.open("rb") as file:

@@ -14,12 +14,12 @@ TABLE_ROWS = 1024  # largest number of rows in a batch
 
 
 def read_parquet(path: Path) -> Rows:
-    """Yield the rows of a parquet file."""
     from pyarrow import parquet  # 0.3 s
 
     with _opening("parquet"):
         file = parquet.ParquetFile(path)
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        # bytes a row in the widest row group: of wide rows a batch has fewer
         widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     with file:
         yield from _rows_of(file.iter_batches(min(TABLE_ROWS, max(1, MOST_BYTES // max(widest, 1)))))

@@ -53,7 +53,6 @@ class Coverage(NamedTuple):
 
 
 def omission_fault(field: str, template: str) -> str:
-    """Return the reason why a row is dropped, with the cure."""
     return f"{field}: {NOT_RENDERED} {template}; {CURES.get(field, CURE)}"
 
 
@@ -83,11 +82,13 @@ class _Text:
     def holds(self, words: str, *, ordered: bool = False) -> bool:
         """Return whether the text contains the words, ignoring white space, or each of them in turn."""
         dense = _dense(words)
+        # first after the words found last, since messages come in order, then anywhere
         for begin in {self._at: None, 0: None}:
             at = self._dense.find(dense, begin)
             if at >= 0:
                 self._at = at + len(dense) if ordered else self._at
                 return True
+        # a template may write its own marks between the words: each of them, in their order
         at = 0
         for word in _WORDS.findall(words):
             at = self._text.find(word, at)
@@ -96,6 +97,7 @@ class _Text:
             at += len(word)
         if _WORDS.search(words):
             return True
+        # symbols alone, which JSON escapes
         return any(dense.replace("\\", "") in text.replace("\\", "") for text in (self._dense, self._dense_plain))
 
     def holds_times(self, words: str, times: int) -> bool:

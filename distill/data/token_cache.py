@@ -83,6 +83,7 @@ def cached_folder(key: str, build: Callable[[Path], None], *, cache: bool) -> tu
             build(building)
             sizes = {path.name: path.stat().st_size for path in building.iterdir()}
             (building / "complete.json").write_text(json.dumps(sizes))
+            # only now that another one is ready to take its place
             if final.exists() and not _complete(final):
                 logger.warning("tokenised data in %s is damaged and is made again", final)
                 shutil.rmtree(final, ignore_errors=True)

@@ -50,9 +50,7 @@ class TokenisedDocument(Protocol):
         ...
 
     @property
-    def row(self) -> int:
-        """Return the index of the row that it comes from."""
-        ...
+    def row(self) -> int: ...
 
     @property
     def message(self) -> int:
@@ -72,7 +70,6 @@ class DocumentSlice(NamedTuple):
     message: int = -1
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of `Encoder.columns`."""
         return {"input_ids": self.ids, "labels": self.labels}
 
 
@@ -129,7 +126,6 @@ class RowEncoder:
     columns: Mapping[str, tuple[str, ...]]
 
     def __call__(self, batch: RowBatch) -> tuple[list[TokenisedDocument], RowCounts]:
-        """Return the documents of numbered rows, and the tally of the rows."""
         tally = RowCounts()
         return list(self.documents(batch, tally)), tally
 
@@ -190,12 +186,12 @@ class Encoder(RowEncoder):
         return self.tokenizer.eos_token
 
     def settings(self) -> list[object]:
-        """Return everything that affects the result, as plain JSON."""
         template = self.template.settings() if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
 
     def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
-        """Yield the documents of numbered rows; rows that cannot be used are counted."""
+        # Documents come in another order than their rows, whose numbers they have: sampled ids at once, chats when
+        # `HELD` characters of them wait, so that a call of the tokenizer gets many, the rest at the end.
         texts: list[tuple[int, str]] = []
         waiting = list[MaskedText]()
         held = 0
@@ -283,6 +279,7 @@ class Encoder(RowEncoder):
             number = encoded.part.number
             ids = encoded.ids[: self.max_length]
             labels = encoded.labels[: self.max_length]
+            # the prompt alone fills `max_length`: no trained token is left
             if labels.max() == IGNORE_INDEX:
                 faults.setdefault(number, []).append(RowFault(TOO_LONG, f"{len(encoded.ids)} tokens"))
                 continue
@@ -293,7 +290,6 @@ class Encoder(RowEncoder):
 
     @staticmethod
     def count_faults(kept: set[int], faults: Mapping[int, Sequence[RowFault]], tally: RowCounts) -> None:
-        """Count rows without usable examples as dropped, and unusable examples of other rows."""
         for number, found in faults.items():
             if number in kept:
                 tally.left_out += len(found)
@@ -337,7 +333,6 @@ class Encoder(RowEncoder):
         )
 
     def partly(self, number: int, sample: ConversationSample, made: TrainingChat) -> list[MaskedText]:
-        """Return the texts of a chat or a pair with the ranges to train on."""
         if sample.messages is None:
             prompt = sample.prompt or ""
             text = sample.text or ""
@@ -350,6 +345,7 @@ class Encoder(RowEncoder):
             whole = encodable(prompt + text)
             span = (len(prompt), len(prompt) + len(text))
             return [MaskedText(number, whole, [span], False, text_hash(whole), not sample.truncated)]
+        # the last example has the longest history; all examples of a chat share its hash, and are held out together
         origin = text_hash(encodable(made.examples[-1].text))
         examples = made.examples
         if sample.truncated and examples[-1].turns[-1] == len(sample.messages) - 1:
@@ -382,7 +378,7 @@ class Encoder(RowEncoder):
             yield from encode()
 
     def ids_of(self, parts: list[str]) -> list[list[int]]:
-        """Return the ids of some texts, without special tokens and offsets."""
+        """Tokenise without special tokens and offsets."""
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
         own = getattr(TokenizersBackend, "_encode_plus", None)
@@ -395,7 +391,6 @@ class Encoder(RowEncoder):
         return [encoding.ids for encoding in made]
 
     def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: RowCounts) -> Iterator[DocumentSlice]:
-        """Yield the pieces of one text from the ids of its blocks."""
         origin = text_hash(text)
         room = self.max_length - len(self.beginning)
         beginning = np.array(self.beginning, dtype=np.int32)
@@ -414,12 +409,15 @@ class Encoder(RowEncoder):
             if len(part) == 0:
                 continue
             before, last = self.around(part)
+            # a text that brings its own begin token loses it here: every piece gets one
             ids = np.concatenate([ids, part if begun else part[len(beginning) - len(before) :]])
             begun = True
+            # pieces go on across blocks: what does not fill one waits for the next block
             whole = len(ids) // room * room
             yield from pieces(whole)
             cut = cut + whole
             ids = ids[whole:]
+        # `last` is of the text's last block: no second end token after its own
         ids = np.concatenate([ids, np.array(last, dtype=np.int32)])
         if cut + len(ids) + len(beginning) < 2:
             tally.drop(number, RowFault("too short", "fewer than two tokens"))
@@ -450,9 +448,7 @@ class Encoder(RowEncoder):
         return [] if present[0] else self.beginning, [] if present[1] or self.end is None else [self.end]
 
     def _tokens(self, parts: Sequence[MaskedText]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-        """Yield for each text its ids, the index of each one's span (-1 for none), and whether a token crosses the
-        start of a span.
-        """
+        """Yield each text's ids, the span of each id (-1: none), and whether a token crosses the start of a span."""
         fast = self.tokenizer.is_fast
         encoded = self.tokenizer(
             [part.text for part in parts], add_special_tokens=False, return_offsets_mapping=fast, verbose=False
@@ -475,6 +471,7 @@ class Encoder(RowEncoder):
                     for at in first + np.flatnonzero(ends[here] > end):
                         closes = int(ids[at]) in self.special and not text[end : ends[at]].strip()
                         span_of[at] = span if closes else -1
+                    # a token that begins before the span and ends in it is left to the prompt, and is not trained on
                     merged = merged or bool((ends[max(0, first - 1) : first] > start).any())
             else:
                 for span, (start, end) in enumerate(spans):
@@ -512,6 +509,7 @@ def without_end(example: RenderedChat, content: str, special: re.Pattern[str]) -
     start, stop = example.spans[-1]
     text = example.text[:stop]
     tail = content.rstrip()[-TAIL:]
+    # closing tokens are taken off one by one, from the last, until the text ends as the content does
     for match in reversed(list(special.finditer(text, start))):
         if (tail and text.rstrip().endswith(tail)) or text[match.end() :].strip():
             break
@@ -543,12 +541,14 @@ def encodable(text: str) -> str:
 
 def _labels(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
     labels = np.where(learned, ids, IGNORE_INDEX).astype(np.int32)
+    # no token predicts the first one
     labels[:1] = IGNORE_INDEX
     return labels
 
 
 def text_hash(text: str) -> int:
     """Return a 64-bit hash of a text, which identifies the origin of a document."""
+    # block by block: the bytes of a whole text would take its memory a second time
     digest = hashlib.blake2b(digest_size=8)
     for start in range(0, len(text), BLOCK):
         digest.update(text[start : start + BLOCK].encode())
@@ -561,6 +561,7 @@ def split_text(text: str, size: int = BLOCK) -> Iterator[str]:
     while len(text) - start > size:
         cut = text.rfind("\n", start, start + size) + 1
         if cut <= start:
+            # before a space: tokenizers join it with the word that follows
             cut = text.rfind(" ", start + 1, start + size)
         if cut <= start:
             cut = start + size

@@ -54,7 +54,6 @@ def _instead(
 
 
 def _or_none(holds: Callable[[Sections], bool], text: str) -> Callable[[Sections], str | None]:
-    """Return a `missing` that returns a text where the recipe meets a condition."""
     return lambda recipe: text if holds(recipe) else None
 
 
@@ -82,7 +81,6 @@ def _without_layers(recipe: Sections) -> str | None:
 
 
 def _other_prompts(recipe: Sections) -> str | None:
-    """Return the first setting by which a teacher reads other prompts than the student."""
     found = first_teacher(recipe, lambda teacher: teacher_prompt(recipe.data, teacher) is not None)
     if found is None:
         return None
@@ -91,7 +89,6 @@ def _other_prompts(recipe: Sections) -> str | None:
 
 
 def _students_own_prompt(recipe: Sections) -> str | None:
-    """Return the first teacher of the student's own weights that reads the student's prompts."""
     found = first_teacher(
         recipe, lambda teacher: teacher.type == "student" and teacher_prompt(recipe.data, teacher) is None
     )
@@ -113,7 +110,6 @@ def _context_without_prompts(recipe: Sections) -> str | None:
 
 
 def _contexts_of_a_route(recipe: Sections) -> str | None:
-    """Return the first prompt that differs from another one of its route."""
     found: dict[str | None, object] = {}
     for number, teacher in enumerate(recipe.teachers):
         prompt = teacher_prompt(recipe.data, teacher)
@@ -446,7 +442,6 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
     """Yield a message for each required property that a recipe does not provide.
 
     Args:
-        recipe: the parsed recipe.
         field: field or command that requires them.
         names: names in `PROPERTIES`.
     """
@@ -458,7 +453,6 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:
-    """Yield a message for each conflict between settings of a recipe."""
     for requirement in REQUIREMENTS:
         if requirement.present(recipe):
             yield from lacking(recipe, requirement.field, requirement.properties)

@@ -46,7 +46,6 @@ class Usual(NamedTuple):
 
     @staticmethod
     def of(field: FieldInfo) -> Usual | None:
-        """Return the annotation of a field; None where it has none."""
         return next((mark for mark in field.metadata if isinstance(mark, Usual)), None)
 
     def __str__(self) -> str:

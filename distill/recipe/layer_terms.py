@@ -113,6 +113,7 @@ def pairs_of(layers: Layers, student: int, teacher: int, kept: Sequence[int] | N
                 f"loss.terms: layers: auto expects a student of at most the teacher's {teacher} layers, got {student}; "
                 "give pairs [student, teacher]"
             )
+        # evenly spread over the teacher; the last layers of both are a pair
         return [(number, (number + 1) * teacher // student - 1) for number in range(student)]
     for pair in layers:
         for number, model, total in zip(pair, ("student", "teacher"), (student, teacher), strict=True):

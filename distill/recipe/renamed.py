@@ -30,9 +30,6 @@ _logged: set[str] = set()
 def rename_settings(tree: dict[str, object]) -> None:
     """Move the values of former names in a recipe's tree, stages included, to the present names, in place.
 
-    Args:
-        tree: the parsed YAML.
-
     Raises:
         RecipeError: a setting is given under both names, or one that was removed is used.
     """
@@ -61,7 +58,6 @@ def rename_settings(tree: dict[str, object]) -> None:
 
 
 def rename_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides `key.sub=value` with the present names in their keys."""
     return [_renamed(override) for override in overrides]
 
 

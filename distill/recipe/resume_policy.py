@@ -67,7 +67,6 @@ def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, object]:
     """Return the settings that the optimizer steps of a run depend on, by name with dots.
 
     Args:
-        recipe: the resolved recipe.
         processes: number of processes. The size of a step is given in tokens, under `train.tokens_per_step`, also where
             it follows from `train.batch_size`.
     """

@@ -196,6 +196,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", ori
         RecipeError: one line per fault: field, what was expected, what came.
     """
     tree = parse_yaml(text, origin)
+    # present names first, in the file and in the overrides' keys: an override then meets the field that it replaces
     rename_settings(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
     terms: dict[tuple[str, ...], list[dict[str, object]]] = {("loss", "terms"): Loss().model_dump()["terms"]}

@@ -33,7 +33,6 @@ def shipped_folder() -> Path:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """Return every shipped recipe, sorted by name."""
     return [ShippedRecipe(path.stem, path, _title(path)) for path in sorted(shipped_folder().glob("*.yaml"))]
 
 

@@ -60,7 +60,6 @@ class TeacherPrompt(NamedTuple):
 
 
 def teacher_kwargs(data: Data, teacher: TeacherConfig) -> dict[str, JsonValue]:
-    """Return the variables of the chat template in a teacher's prompts."""
     own = teacher.chat_template_kwargs
     return data.chat_template_kwargs if own is None else own
 
@@ -73,7 +72,6 @@ def teacher_prompt(data: Data, teacher: TeacherConfig) -> TeacherPrompt | None:
 
 
 def loaded_section(recipe: Sections, teacher: TeacherConfig | None = None) -> TeacherConfig:
-    """Return the section of the model to load as a teacher (by default the only one)."""
     teacher = teacher or recipe.teacher
     if teacher.type != "student":
         return teacher
@@ -88,7 +86,6 @@ def teacher_sections(recipe: Sections) -> dict[str, TeacherConfig]:
 
 
 def describe_teacher(recipe: Sections) -> TeacherDescription:
-    """Return the teachers of a recipe."""
     if not recipe.teachers:
         return TeacherDescription({"teacher": loaded_section(recipe)})
     sections = recipe.teachers
@@ -108,12 +105,10 @@ def reads_student_rows(recipe: Sections) -> bool:
 
 
 def written_teachers(recipe: Sections) -> Sequence[TeacherConfig]:
-    """Return the sections of all teachers as they are written."""
     return recipe.teachers or [recipe.teacher]
 
 
 def first_teacher(recipe: Sections, holds: Callable[[TeacherConfig], bool]) -> tuple[str, TeacherConfig] | None:
-    """Return the field and the section of the first teacher that meets a condition."""
     for number, teacher in enumerate(written_teachers(recipe)):
         if holds(teacher):
             return (f"teachers.{number}" if recipe.teachers else "teacher"), teacher

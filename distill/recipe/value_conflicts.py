@@ -10,7 +10,6 @@ from distill.recipe.teachers import Sections
 
 
 def value_conflicts(recipe: Sections) -> Iterator[str]:
-    """Yield a message for each conflict between values."""
     own = recipe.data.on_policy
     whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
     if recipe.loss.has("policy_gradient") and not whole:
@@ -58,6 +57,5 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
 
 
 def _sampling_of(own: OnPolicy | None) -> str:
-    """Return the settings of `data.on_policy` that decide how tokens are sampled, as text."""
     names = ("fraction", "temperature", "top_k", "top_p", "min_p")
     return "no data.on_policy" if own is None else ", ".join(f"{name} {getattr(own, name):g}" for name in names)
