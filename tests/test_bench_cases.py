@@ -125,7 +125,7 @@ def test_top_k_candidates_agree():
 def test_gated_products_and_their_gradients_agree(hardware):
     hardware.setattr(gated, "sustained", lambda run: (2.0, 1.0))
     with interpreted():
-        made = gated.candidates(70, 64, 40, [gated.Tile(64, 64, 4, 2, 2)], device="cpu")
+        made = gated.candidates(70, 64, 40, [gated.GemmTile(64, 64, 4, 2, 2)], device="cpu")
         right, *_ = made.values()
         made |= {"wrong": lambda: [2 * y for y in right()], "fails": lambda: 1 / 0}
         rows = list(gated.measured("case", "shape", made, 4e9))

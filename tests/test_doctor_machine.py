@@ -26,8 +26,8 @@ from distill.doctor.machine_checks import CHECKS
 MUTATIONS = {
     "layers/rope.py": ("x2 * cos2 + x1 * sin2", "x2 * cos2 - x1 * sin2"),
     "layers/rms_norm_kernels.py": (
-        "dx = (dnormed - normed * along) * rstd",
-        "dx = (dnormed - normed * along * 0.9) * rstd",
+        "dx = (dnormed - normed * mean_dn_n) * rstd",
+        "dx = (dnormed - normed * mean_dn_n * 0.9) * rstd",
     ),
 }
 

@@ -57,9 +57,9 @@ for package in ("distill_kernels", "distill"):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
             count += 1
-from distill.core import files, run_lock
+from distill.core import files
 from distill_kernels import launch
-assert files.fcntl is None and not run_lock.POSITIONS and not launch.HAS_TRITON
+assert files.fcntl is None and not launch.HAS_TRITON
 print(count)
 """
 

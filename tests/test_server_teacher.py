@@ -191,7 +191,7 @@ def test_all_are_gone_and_the_run_is_resumed_to_the_bit(place, in_process, monke
     counted = Counted(engine, monkeypatch)
     with contextlib.ExitStack() as dies:
         address = dies.enter_context(serving(engine))
-        counted.at, counted.then = 15, dies.close  # one answer after the third step's last
+        counted.at, counted.then = 7, dies.close  # one answer after the third step's last
         asks = [*ACCUMULATED, *from_server(address, timeout=1.0)]
         with pytest.raises(RunError) as gone:
             trained(place, "gone", *asks)
