@@ -111,7 +111,6 @@ class CheckSetup:
         return self.packs or all(map(isolates_documents, self.models))
 
     def in_eval_mode(self) -> contextlib.AbstractContextManager[None]:
-        """Put all models in eval mode (no dropout) inside the block."""
         return eval_mode(*self.models)
 
     def truncated(self) -> CheckSetup:

@@ -123,7 +123,6 @@ class Reference:
     # ----------------------------------------------------- token after token
 
     def single(self, objective: DistillationObjective, term: LossTerm) -> TargetLoss:
-        """Return the loss of one term."""
         spelled = {name: value for name, value in term._asdict().items() if value is not None}
         return self.teacher.format.loss({"temperature": self.temperature, "terms": [spelled]}, objective.alignment)
 

@@ -71,7 +71,6 @@ class StudentRollouts:
         )
 
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicyRollouts:
-        """Return `OnPolicyRollouts` that generates with `student`."""
         settings = EngineSettings(
             self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length, log_probs=log_probs
         )

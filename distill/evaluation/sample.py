@@ -259,7 +259,6 @@ def _finished(out: Path, prompts: list[RolloutPrompt], settings: dict[str, Any])
 
 
 def _positions(recipe: Recipe, who: str) -> int:
-    """Return the number of positions that the model supports."""
     of_teacher = who == "teacher" or recipe.student.is_cut
     section = source_of(recipe).config_section() if of_teacher else recipe.student
     config = load_config(section, "teacher" if of_teacher else "student").get_text_config()

@@ -71,12 +71,10 @@ class Rollout:
 
     @property
     def prompt(self) -> list[int]:
-        """Tokens after which the next response is generated."""
         return [*self.document.prompt, *self.tokens]
 
     @property
     def turn_seed(self) -> int:
-        """Seed of the next response."""
         return self.seed if self.turn == 0 else _seed_of_turn(self.seed, self.turn)
 
     def add_response(self, tokens: Sequence[int], log_probs: Sequence[float], truncated: bool) -> None:

@@ -115,7 +115,6 @@ class FusedStep:
         self.scores = TileScores.allocate(slots.batch, self.columns, self.decoder.plan.head, weight.device)
 
     def __call__(self, sampling: Sampling) -> None:
-        """Decode one token of every sequence; see `DecodeLoop`."""
         decoder = self.decoder
         norm = self.norm
         decoder.embed(self.state)

@@ -199,7 +199,6 @@ class OnPolicyRollouts:
         return {number: RolloutStep(group, self._plans(group, number)) for number, group in groups if group}
 
     def _to_generate(self, plans: Iterable[MicroBatchPlan]) -> Iterator[RolloutDocument]:
-        """Return the documents whose responses a step generates."""
         return (document for plan in plans for document in plan.to_generate)
 
     def _generate(self, steps: dict[int, RolloutStep]) -> None:

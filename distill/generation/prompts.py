@@ -49,7 +49,6 @@ class RolloutPrompt:
         return self.row | {"messages": turns}
 
     def matches(self, row: Any) -> bool:
-        """Return whether `row`, of a file of responses, has this prompt."""
         if not isinstance(row, dict):
             return False
         if "messages" in self.row:

@@ -73,7 +73,6 @@ def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Colle
 
 
 def row_table_from_recipe(recipe: Recipe, tokenizer: Any, ends: Collection[int]) -> RowTable:
-    """Return the rows of a recipe's training data; arguments as of `RowTable`."""
     contexts = [section.context for section in (recipe.teacher, *recipe.teachers) if section.context is not None]
     private = [column for context in contexts for column in context.columns]
     sources = []

@@ -41,7 +41,6 @@ class MicroBatchPlan(NamedTuple):
 
     @property
     def has_changes(self) -> bool:
-        """Return whether the micro-batch becomes another one."""
         return any(self.replaced) or self.left_out > 0
 
     def rows(self, responses: Any, max_length: int, one_row: bool) -> list[list[RolloutDocument]]:

@@ -80,7 +80,6 @@ class StoredHead:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[HeadWeights]:
-        """Yield the weights as they are."""
         yield self.weights
 
     def move_to(self, device: torch.device) -> None:

@@ -72,7 +72,6 @@ class _Part(NamedTuple):
         return hidden, transform_logits(raw_logits(self.head, hidden), self.scale, self.softcap)
 
     def side(self, z: torch.Tensor, temperature: float, start: int, stop: int) -> Side:
-        """Return the rows' log-probabilities at a temperature."""
         here = self._slice(start, stop)
         span = self.span[here] - start
         first = torch.searchsorted(span, torch.arange(stop - start, device=span.device))
@@ -121,7 +120,6 @@ class CrossTokenizerLoss(nn.Module):
         self._outcomes: dict[tuple[int, int, torch.device], Outcomes] = {}
 
     def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
-        """Return the outcomes of two heads with that many rows, made once."""
         key = (student_rows, teacher_rows, device)
         if key not in self._outcomes:
             student, teacher = (ids.to(device) for ids in self.shared)

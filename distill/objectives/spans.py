@@ -76,7 +76,6 @@ class SpanTokens(NamedTuple):
 
     @staticmethod
     def of(shared: torch.Tensor, rows: int) -> SpanTokens:
-        """Return the constants for the shared ids and the rows of a head."""
         place = torch.full((rows,), len(shared), dtype=torch.int64, device=shared.device)
         place[shared] = torch.arange(len(shared), device=shared.device)
         return SpanTokens(shared, (place == len(shared)).nonzero()[:, 0], place)

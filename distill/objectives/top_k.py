@@ -111,7 +111,6 @@ class TopKFormat(TargetFormat):
         return VocabularyAlignment(student, columns, None if columns == max(rows, self.columns) else columns)
 
     def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> TargetLoss:
-        """Return `FusedTopKKLLoss`, or the plain loss of hard labels alone."""
         if isinstance(section, Loss) and section.tailed is not None:
             return stored_tail_loss(section, alignment, self)
         if isinstance(section, Loss) and section.has(*SEPARATE):

@@ -68,7 +68,6 @@ class EncodedTopK(NamedTuple):
     label_logprob: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> EncodedTopK:
-        """Return the same tokens, with all numbers in `dtype`."""
         return EncodedTopK(self.ids, *(value.to(dtype) for value in self[1:]))
 
 

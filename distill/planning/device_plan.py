@@ -39,7 +39,6 @@ class DevicePlan(NamedTuple):
 
     @staticmethod
     def here(recipe: Recipe, device: torch.device, world: int) -> DevicePlan:
-        """Return the plan on `world` devices such as `device` of this machine."""
         precision = resolve_precision(recipe, device)
         return DevicePlan(recipe, source_of(recipe), precision, device_here(device), world)
 
@@ -65,7 +64,6 @@ class DevicePlan(NamedTuple):
         return accumulation_steps(self.recipe.train, self.recipe.data, self.world)
 
     def footprint(self, sharded: bool = False) -> Footprint:
-        """Return the teacher's memory, replicated or sharded."""
         return self.source.footprint(FootprintContext(self.precision, self.device.memory_bytes, self.world, sharded))
 
 

@@ -108,12 +108,10 @@ class Preflight:
 
     @property
     def seconds(self) -> float | None:
-        """Time for all steps."""
         return None if self.seconds_per_step is None or self.steps is None else self.seconds_per_step * self.steps
 
     @property
     def ok(self) -> bool:
-        """True where no error keeps the run from working."""
         return not self.problems
 
 
@@ -200,7 +198,6 @@ def _combined_shape(teachers: Sequence[ModelSizes]) -> ModelSizes:
 
 
 def _teacher_server(plan: DevicePlan, report: Preflight) -> None:
-    """Add the memory of the GPUs of a teacher server to the report."""
     side = teacher_server_memory(plan)
     count = plan.recipe.parallel.teacher_gpus or 0
     how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
@@ -339,7 +336,6 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
 
 
 def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflight) -> Splits | None:
-    """Read data that are on this machine, and report on them."""
     source = plan.source
     data = plan.recipe.data
     synthetic = data.is_synthetic

@@ -79,7 +79,6 @@ def charts_of(rows: Rows, measure: DivergenceUnit = KL) -> list[tuple[Panel, lis
 
 
 def points(rows: Rows, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
-    """Return (step, value) of the rows that have a value."""
     return [
         (float(row["step"]), float(row[key]) * factor)
         for row in rows

@@ -273,7 +273,6 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Ten
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
-    """Add tokens with their types, merges, special ids and the chat template."""
     from gguf import TokenType
 
     spec = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -233,7 +233,6 @@ def _states_error(checkpoint: Path) -> str | None:
 
 
 def shapes_of(path: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a safetensors file."""
     with safe_open(str(path), framework="pt") as file:
         return {str(name): list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 

@@ -60,7 +60,6 @@ class TeacherPrefetcher(StepListener):
 
     @property
     def prefetch_enabled(self) -> bool:
-        """Return whether the next step's targets are computed before they are needed."""
         return self.objective.teacher.prefetch_depth > 0 and self.objective.needs_targets
 
     def batches_taken(self, batches: list[Collated], upcoming: Iterable[Collated]) -> None:

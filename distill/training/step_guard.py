@@ -122,7 +122,6 @@ class StepGuard(StepListener):
         self.before_step(kwargs["model"], kwargs["optimizer"], state.global_step + 1)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Log, save and stop where a signal requested that."""
         if self.stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
 

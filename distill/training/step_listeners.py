@@ -208,7 +208,6 @@ class CachedModules(StepListener):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Drop the lists at the end, also after an error."""
         try:
             yield
         finally:
@@ -239,11 +238,9 @@ class RolloutBatches(StepListener):
         return self.rollouts.epoch(batches)
 
     def replace(self, batches: list[Collated], step: int, following: int) -> list[Collated]:
-        """Return the micro-batches with rollouts by the present student."""
         return self.rollouts.replace(batches, step, self.trainer.data_collator, following)
 
     def upcoming(self) -> Iterable[Collated]:
-        """Return the micro-batches of later steps whose rollouts are there."""
         return self.rollouts.upcoming_batches(self.trainer.data_collator)
 
     def metrics(self) -> dict[str, float]:

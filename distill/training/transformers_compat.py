@@ -89,11 +89,9 @@ class TransformersCompat(Trainer):
         return self._corrected(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return `Trainer`'s loader without the rows that it repeats at the end over several processes."""
         return self._corrected(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return `Trainer`'s loader without the rows that it repeats at the end over several processes."""
         return self._corrected(super().get_test_dataloader(test_dataset))
 
     def _corrected(self, loader: Any) -> Any:
