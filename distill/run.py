@@ -458,6 +458,8 @@ class Run:
         trainer = trained.trainer
         results = trained.results
         self.run_lock.check()
+        # Evaluation has collectives: others would wait in one for a process that fails, so several write no checkpoint.
+        # Saving has none, and they agree on one.
         with checkpoint_on_failure(trainer):
             before, answers = results.before(trained.untrained)
             with console.announced("evaluating", "the trained student"):

@@ -165,6 +165,8 @@ class Environment:
             _conversation_key(rollout, conversation)
             for rollout, conversation in zip(waiting, conversations, strict=True)
         ]
+        # A resumed run comes to conversations that are in the log: the function is called for new ones alone. Replies
+        # are logged before any is used.
         new = [number for number, key in enumerate(keys) if key not in self.log]
         calls = [Call(inputs[n].location, [conversations[n], inputs[n].tools, inputs[n].row]) for n in new]
         replies = self.function.call(calls)
@@ -203,6 +205,8 @@ class Environment:
         before = conversation[:-1]
         prefix = self.function.error_prefix(function_input.location)
         roles = tuple(str(message["role"]) for message in messages)
+        # Templates leave out messages of roles that they do not know, without an error. A marker in place of each text
+        # shows, once for these roles in this order, that all are written.
         if roles not in self._rendered:
             marked = [{**message, "content": f"{REPLY}{number}"} for number, message in enumerate(messages)]
             text = self._text_after_response(before, marked, function_input, prefix)
@@ -217,6 +221,8 @@ class Environment:
         end = rollout.tokens[-1]
         if end not in self.chat.ends:  # a stop string ended it; the template ends the turn
             return self._ids_of(after)
+        # The end token is in the rollout already, so what the template writes up to it is dropped. Where other text
+        # than special tokens stands before it, the template ends this response in another way.
         ids = self._ids_of(after.lstrip())
         closing = ids.index(end) + 1 if end in ids else 0
         closes = closing > 0 and all(token in self.special for token in ids[:closing])

@@ -112,6 +112,7 @@ class RaggedLayer(CacheLayerMixin):
         attended = []
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             slots = kept.flatten(0, 1)
+            # a token of a shared prefix was computed once, and is written to the rows of all that begin with it
             tokens = new[0].transpose(0, 1).index_select(0, packed.source)
             slots.index_copy_(0, packed.place, tokens.to(kept.dtype))
             attended.append(new if packed.seen is None else slots.index_select(0, packed.seen).transpose(0, 1)[None])
@@ -319,6 +320,8 @@ def ragged_attention(
     torchs = softcap is None and s_aux is None  # PyTorch's attention has neither
     attend = functools.partial(flash_attention, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     packed = ragged_cache.packed
+    # Four ways: prompts in one packed call of the kernel, or one after the other without it; then a newest token per
+    # sequence, by PyTorch with a mask, or by the kernel that reads the lengths on the device.
     if packed is not None and kernels:
         keys_of = None if packed.seen is None else packed.seen_cu_seqlens
         out = attend(query, key, value, cu_seqlens_q=packed.cu_seqlens, cu_seqlens_k=keys_of)

@@ -51,6 +51,7 @@ class LayerProjection(nn.Module):
         super().__init__()
         weight = torch.eye(student)
         if teacher != student:
+            # a generator of its own: every rank begins with the same map, and no other random number changes
             generator = torch.Generator().manual_seed(0)
             weight = torch.randn(teacher, student, generator=generator) / math.sqrt(student)
         self.weight = nn.Parameter(weight.to(like.device, like.dtype))
@@ -166,6 +167,8 @@ class LayerMatching:
         self.of_teacher = self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
         if len(self.projections):
+            # As a part of the student the projections get gradients, an optimizer state and a place under DDP and FSDP
+            # as its own weights do.
             self.inner.add_module(MODULE, self.projections)
 
     def detach(self) -> None:
@@ -215,6 +218,7 @@ class LayerMatching:
             weight = projection.weight
             value = saved[str(index)].to(weight.device)
             if isinstance(weight, DTensor):
+                # every process has read the whole weight, and keeps its shard
                 value = distribute_tensor(value, weight.device_mesh, weight.placements)
             weight.copy_(value)
 
@@ -240,6 +244,7 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
             f"{len(teachers)} models"
         )
     (model,) = teachers.values()
+    # as a trained weight: adapters may be float32 over a base model in 16 bits
     trained = (p for p in unwrap_peft(student).parameters() if p.requires_grad and p.is_floating_point())
     like = next(trained, next(student.parameters()))
     terms = []

@@ -157,6 +157,7 @@ class CompositeLoss(LossOfParts):
             result = of_fused(self.fused)
             value, statistics = result if isinstance(result, tuple) else (result, None)
             values.append(value)
+        # a loss that is measured beside the others is no part of the total, and needs no graph
         if self.measured is not self.fused and call.inputs.statistics:
             with torch.no_grad():
                 _, statistics = of_fused(self.measured)

@@ -165,6 +165,8 @@ def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
         stored = statistics._replace(teacher_entropy=targets.entropy, teacher_label_logprob=targets.label_logprob)
         if targets.surplus is None:
             return stored
+        # The surplus depends on the teacher alone: it has no gradient, so the loss keeps it and only the metric is
+        # corrected.
         return stored._replace(divergence=statistics.divergence - weight * targets.surplus)
     *first, reverse = statistics
     return (*completed(TokenStats(*first), targets, weight), reverse)

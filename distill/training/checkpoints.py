@@ -96,6 +96,8 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None = None)
     """Keep the newest `limit` checkpoints and `best`; others are moved to `.unfinished/`, to be deleted."""
     for old in checkpoints(folder)[: -limit if limit else 0]:
         if best is None or old.name != Path(best).name:
+            # A rename happens at once, a deletion file by file: a process killed in it would leave a damaged folder of
+            # this name.
             os.replace(old, folder / UNFINISHED / f"old-{old.name}")
 
 
@@ -119,12 +121,14 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False) -> Iterator[N
         fault = error
     failed = fault is not None
     several = trainer.accelerator.num_processes > 1
+    # every process comes here, failed or not, so that this collective tells all of them whether one has failed
     if several and together:
         failed = trainer.mean_over_ranks(float(failed)) > 0
     if not failed:
         return
     folder = Path(trainer.args.output_dir)
     kept = f"{CHECKPOINT}{trainer.state.global_step}"
+    # on a full disk a checkpoint would fail as well, and hide the first error behind its own
     full = fault is not None and disk_code(fault) is not None
     if (together or not several) and folder / kept not in checkpoints(folder) and not full:
         trainer.save_checkpoint()
@@ -244,6 +248,8 @@ def not_finite(path: Path) -> str | None:
             tensor = file.get_tensor(name)
             if tensor.is_floating_point() and tensor.numel() and tensor.itemsize > 1:
                 low, high = torch.aminmax(tensor)
+                # infinity minus itself is NaN: the difference is 0 for finite numbers alone, and the extremes need no
+                # mask in memory
                 if not torch.isfinite(low - low + (high - high)):
                     return str(name)
     return None
@@ -256,6 +262,8 @@ def _check_shards(folder: Path) -> None:
     for entry, place in (index.storage_data or {}).items():
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"it names {place.relative_path}, outside of the folder")
+        # Entries that are no tensors are read by plain pickle when the checkpoint is loaded. Here the restricted
+        # unpickler reads them first, and raises where it meets code.
         if isinstance(index.state_dict_metadata.get(entry.fqn), BytesStorageMetadata):
             with (folder / place.relative_path).open("rb") as shard:
                 shard.seek(place.offset)

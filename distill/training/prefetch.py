@@ -53,6 +53,7 @@ class TeacherPrefetcher(StepListener):
         """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use if they are final."""
         if not are_final or not self.objective.teacher.prefetch_depth:
             return batches
+        # each step of an epoch hands over the same iterator, and gets the wrapper that is ahead of it
         if self._epoch[0] is not batches:
             self._epoch = batches, self.objective.prefetch(batches, count)
         assert self._epoch[1] is not None
@@ -92,8 +93,10 @@ class TeacherPrefetcher(StepListener):
         trainer = self.trainer
         step = trainer.state.global_step
         folder = Path(trainer.args.output_dir or ".")
+        # all processes write a checkpoint together, so all must have agreed that they end here
         if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
             return error
+        # weights and optimizer are those of the last complete step: outputs were missing before the next one began
         if not (folder / f"{CHECKPOINT}{step}").is_dir():
             trainer.save_checkpoint()
         return TeacherUnavailableError(f"{error}; continue from step {step} with --resume")

@@ -106,6 +106,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     """
     path = folder / RECIPE_FILE
     old = _where_it_lies(load(path), recipe, folder)
+    # both go the same way through text, so that only what the file would show counts as a change
     was = parse_yaml(dump(old), str(path))
     now = parse_yaml(dump(recipe), "recipe")
     changed = diff_settings(was, now)
@@ -117,6 +118,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
                 "setting, or start a new run with --name"
             )
     lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
+    # recipe.yaml has the changes of earlier resumes already: what is printed is the difference from the first start
     since_start = diff_settings(lock.get("recipe", was), now)
     began = [change for change in since_start if change.name in STEP or is_free(change.name)]
     began = [change for change in began if change.name != "output_dir"]
@@ -155,6 +157,7 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
     length = plan.recipe.data.max_length
     rows = rows_of_step(old, plan.processes)
     changes = train.batch_size != old.train.batch_size
+    # on other processes the same rows must still divide into whole micro-batches of the same size
     if plan.processes != processes and (changes or rows % (train.batch_size * processes)):
         raise ValueError(
             f"--resume: a step of this run has {rows} rows: expected train.batch_size {old.train.batch_size} on "
@@ -219,6 +222,8 @@ def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tupl
         SystemExit: Code 0, where the run is finished.
     """
     folder = run_lock.folder
+    # The lock comes first: a run that is still alive could write the very checkpoint that is read next. One process
+    # validates, and all continue from what it found.
     if is_main_process():
         run_lock.acquire()
     resumed = resume_plan(recipe, folder, processes=world_size())

@@ -107,6 +107,7 @@ class StepGuard(StepListener):
         with self.stop_on_signals():
             yield
         assert self._state is not None
+        # a signal in the last step stops nothing: that run is complete, and its results are written
         if self._state.global_step >= self._state.max_steps:
             self.check_learning(self._state.global_step)
         elif self.interrupted:
@@ -335,6 +336,8 @@ def clip_in_optimizer(parameters: Sequence[torch.Tensor], optimizer: Any, most: 
     if not able:
         return None
     norm = norm_of(parameters)
+    # FusedAdamW divides each gradient by this as it reads it; a norm below `most` gives 1. Nothing waits for the norm.
+    # The small term is that of PyTorch's clip_grad_norm_.
     inner.grad_scale = ((norm.float() + 1e-6) / most).clamp_min(1.0)
     return norm
 
