@@ -102,7 +102,6 @@ class StudentRollouts:
         Responses depend on weights, seed and document, not on the batches.
 
         Args:
-            student: Generates the responses.
             batches: Collated micro-batches of such rows, with the teacher's columns.
             readers: Read responses by the teachers' tokenizers, where these are others, by route.
         """

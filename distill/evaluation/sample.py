@@ -116,7 +116,6 @@ def sample(
         prompts: See `read_prompts`.
         out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
         who: The model that generates.
-        settings: Settings of the generation.
 
     With several processes, which must all call this, the teacher is sharded.
 

@@ -97,8 +97,6 @@ class ChatFormat(NamedTuple):
     """The chat format of rollouts.
 
     Attributes:
-        template: chat template of the data.
-        tokenizer: tokenizer of the data.
         ends: tokens at which generation stops.
     """
 
@@ -119,9 +117,7 @@ class Environment:
     """Replies to the responses of rollouts.
 
     Args:
-        function: the user's function.
         function_input: looks up the data's row of a document, as rewards do.
-        chat: chat format of the data.
         max_turns: maximum number of responses in a rollout.
         log: replies of earlier calls, which a resumed run reads again.
     """

@@ -66,8 +66,6 @@ class UserFunction:
 
     Args:
         file: path of the code; modules in its folder can be imported.
-        code: content of the file.
-        name: name of the function.
         timeout: time limit of a call, in seconds.
         workers: maximum number of processes; None for the number of processors, up to four.
 

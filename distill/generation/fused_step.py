@@ -28,7 +28,6 @@ class FusedStepFactory:
     """Factory of a model's fused steps; the model is tried again when its modules have changed.
 
     Args:
-        model: Model to decode with.
         autocast: compute dtype of the model where that is not its weights'.
         columns: only this many first tokens of the vocabulary are sampled; None for all of the head.
         fused: True uses them on families of GPUs too that they were never measured on, False nowhere.

@@ -73,7 +73,6 @@ class OnPolicyRollouts:
         engine: Generates with the student's current weights.
         fraction: Fraction of the documents that is replaced.
         max_new_tokens: Maximum length of a response; of a rollout of several turns, with the replies in it.
-        sampling: Sampling parameters.
         seed: Determines the replaced documents and the sampled tokens.
         max_length: Maximum number of tokens in a row.
         batch_size: Maximum number of a step's prompts that are generated at once.

@@ -40,7 +40,6 @@ class RolloutPrompt:
         """Return the row with its response, in a format of `data.source`.
 
         Args:
-            response: Text of the response.
             message: The response in parts; None where its text is all of it.
         """
         if "messages" not in self.row:

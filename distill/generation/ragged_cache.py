@@ -200,10 +200,7 @@ def prefill(
     rows keep what they hold. Call it where the attention is that of a ragged cache.
 
     Args:
-        decoder: computes keys and values.
-        prompts: token ids of each prompt.
         rows: Rows of the cache, one per prompt.
-        cache: is written to.
         held: prompts that rows hold already, by row, their last tokens included; those of `rows` may be among them.
     """
     written = [(tuple(prompt[:-1]), row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) > 1]
@@ -250,9 +247,7 @@ def prefill_sequences(
     """Prefill sequences, by their rows of the cache, and note them in `held`; arguments as of `prefill`.
 
     Args:
-        decoder: computes keys and values.
         sequences: token ids of each sequence, by its row.
-        cache: is written to.
         held: sequences that rows hold already; of one that has grown, what was prefilled.
         short: Length up to which a sequence gets LongRoPE's short set; None without LongRoPE.
     """
@@ -293,7 +288,6 @@ def ragged_attention(
     """Attention of each prompt's tokens among themselves, or of one newest token a sequence to its cached keys.
 
     Args:
-        module: the attention layer.
         query: [1, H, N, D] of packed prompts, or [B, H, 1, D]; key and value [1, Hkv, N, D] or [B, Hkv, slots, D].
         attention_mask: none is built for this attention; a mask made elsewhere is refused.
         scaling: Factor of the scores; None for 1/sqrt(D).

@@ -79,7 +79,6 @@ class RolloutSums(NamedTuple):
     """Sums over rollouts, of which their metrics are made.
 
     Attributes:
-        rollouts: Number of rollouts.
         tokens: Tokens that the student generated.
         truncated, repeated: Numbers of rollouts that were cut off, and that repeat themselves.
         left_out: Documents that no longer fit.

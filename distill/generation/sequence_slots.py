@@ -51,7 +51,6 @@ class SequenceSlots:
         """Assign sequences to free slots, while the other sequences continue.
 
         Args:
-            slots: Slot of each sequence.
             sequences: Prompts, with the tokens that were generated before.
             limits: Length of each response at which it stops, with those tokens.
             seeds: Seeds of the sampled tokens.

@@ -112,7 +112,6 @@ class StepStates:
 
     Attributes:
         matching: Terms that are compared.
-        teacher: States of the teacher.
         student: States of the student, once its decoder has run.
         documents: int64 [B, S], a number for each document of a row; None for one document a row.
         sums: By name of the term: its sum over the trained tokens, without weight, and their number, fp32 [2].
@@ -154,8 +153,6 @@ class LayerMatching:
     """The layers that a loss compares, and its projections, which are a part of the student until `detach`.
 
     Args:
-        terms: Terms of the loss.
-        teacher: Model of the teacher.
         student: Causal language model, bare or inside PEFT.
     """
 
@@ -259,11 +256,6 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
 def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[MatchedTerm]:
     """Return the terms of a loss that compare layers, without projections.
 
-    Args:
-        loss: Loss section of the recipe.
-        student: Configuration of the student.
-        teacher: Configuration of the teacher.
-
     Raises:
         ValueError: A layer does not exist, widths differ without a projection, or heads cannot be divided.
     """
@@ -307,9 +299,7 @@ def relation_heads(
     """Return the number of relation heads of a term.
 
     Args:
-        term: Term of the recipe.
-        student: Number of the student's key-value heads, and the width of each relation.
-        teacher: The same of the teacher.
+        student, teacher: Number of key-value heads, and the width of each relation.
 
     Raises:
         ValueError: The number does not divide a width.

@@ -45,7 +45,6 @@ class SpanTargets(NamedTuple):
 
     Attributes:
         hidden: [B, S', hidden].
-        spans: aligned spans.
         student_ids: int64 [B, S]; likewise `teacher_ids` [B, S'].
     """
 
@@ -203,7 +202,6 @@ class CrossTokenizerLoss(nn.Module):
 
         Args:
             targets: See `forward`.
-            head: the teacher's.
             rows: Number of rows of the student's head.
         """
         dtype = targets.hidden.dtype

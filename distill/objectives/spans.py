@@ -85,7 +85,6 @@ class Outcomes(NamedTuple):
     """Constants of the two vocabularies, on the device.
 
     Attributes:
-        student, teacher: constants of each.
         partner: int64 [V_s], the teacher's id of each of the student's tokens, -1 where it has none.
     """
 
@@ -112,7 +111,6 @@ class Beginning(NamedTuple):
         first: int64 [m], these tokens.
         place: int64 [m], which shared outcome each is.
         whole: [m], log-probability of the spans' texts.
-        tokens: the vocabulary.
     """
 
     log_p: torch.Tensor
@@ -171,10 +169,8 @@ def compare_spans(
 
     Args:
         student, teacher: both models' rows, at one temperature.
-        outcomes: the vocabularies.
         objective: kinds and parameters of the divergences.
         weights: Weights of the divergences, T^2 included.
-        slope: Whether to compute the gradient.
 
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].

@@ -78,9 +78,6 @@ class TopKFormat(TargetFormat):
 
     `divergence` among the statistics is at the loss's temperature: that of `FusedTopKKLLoss`, over K + 1 outcomes or K;
     of sampled tokens an unbiased estimate of the full one. The teacher's entropy and cross-entropy are exact: stored.
-
-    Args:
-        manifest: Manifest of the cache.
     """
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
@@ -158,7 +155,6 @@ def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
 
     Args:
         statistics: `TokenStats`, or those of a held-out loss.
-        targets: Targets of the batch.
         weight: Weight of the divergence in the loss.
     """
     if isinstance(statistics, TokenStats):

@@ -37,7 +37,6 @@ class Encoding(NamedTuple):
 
     Attributes:
         columns: Number of vocabulary entries that are compared.
-        k: Number of tokens stored per position.
         tail: `bucket`, `renormalize` or `sampled`.
         temperature: Temperature of the stored probabilities.
     """

@@ -22,8 +22,6 @@ class DevicePlan(NamedTuple):
     """Recipe on some devices.
 
     Attributes:
-        recipe: the run's recipe.
-        source: source of the recipe's teacher.
         precision: dtypes of both models.
         device: properties of each device.
         world: number of devices that train.

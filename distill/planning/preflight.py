@@ -64,7 +64,6 @@ class Preflight:
             serve the teacher, each with `teacher_server_bytes` bytes of it.
         teacher, student: sizes of the models.
         memory: Memory of one device in a training step.
-        fits: Whether `memory` fits the device.
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
         steps, accumulation, tokens_per_step: Size of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
@@ -121,7 +120,6 @@ def check_run(
     """Estimate memory and time of `recipe` on `gpus` devices such as `device`, and check that it can work.
 
     Args:
-        gpus: Number of devices.
         read_data: Read and tokenise data that are on this machine (the run finds them in the cache).
         untrained: `student.model` is a folder without weights, of a student that an earlier stage will make.
 

@@ -105,9 +105,7 @@ def draw_curves(
 
     Args:
         rows: Rows of `metrics.jsonl`: `step` and metrics by name; a metric may be missing or None.
-        path: File to write.
         title: Title of the picture, such as the run's name.
-        measure: Definition of the run's divergence.
         keys: Keys of the panels to draw; empty for all.
         theme: `light` or `dark`; empty to follow the viewer's preference.
     """

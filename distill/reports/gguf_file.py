@@ -79,7 +79,6 @@ class TensorPlan(NamedTuple):
     """Types of a file's tensors.
 
     Attributes:
-        type: The file's type.
         formats: Format of each quantised tensor, by name.
         trained: Blocks that the student was trained with; None where its weights are rounded now.
     """

@@ -106,7 +106,6 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False) -> Iterator[N
     """Write a checkpoint of the last step if the body of the block raises.
 
     Args:
-        trainer: `DistillationTrainer`, after training.
         together: One of several processes may fail alone in the block, without a collective that others wait in: they
             agree afterwards and write the checkpoint together. If False, several processes write none.
 

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class TeacherPrefetcher(StepListener):
-    """Listener that has the teacher prefetch a step's micro-batches, where it does.
-
-    Args:
-        objective: Objective that holds the teacher.
-        trainer: Trainer of the student.
-    """
+    """Listener that has the teacher prefetch a step's micro-batches, where it does."""
 
     def __init__(self, objective: DistillationObjective, trainer: TransformersCompat) -> None:
         self.objective = objective

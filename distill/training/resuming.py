@@ -39,8 +39,6 @@ class ResumePlan(NamedTuple):
     """Present recipe of a resumed run, compared with the recipe it has used so far.
 
     Attributes:
-        recipe: Present recipe.
-        path: Path of the run's recipe.yaml.
         changed: Settings that differ from that file.
         began: Settings that differ from the run's first recipe (lock.yaml, where it exists).
         processes: Number of processes of the run so far.
@@ -63,8 +61,6 @@ class ResumePlan(NamedTuple):
         """Return one line for each effect that a changed micro-batch size has on training all the same.
 
         Args:
-            arguments: Present training arguments.
-            student: Loaded student.
             rows: Number of rows of the training data.
 
         Raises:
@@ -95,11 +91,6 @@ class ResumePlan(NamedTuple):
 
 def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     """Check that `recipe` makes the remaining training steps of the run in `folder`, and return what changed.
-
-    Args:
-        recipe: Present recipe.
-        folder: Folder of the run.
-        processes: Present number of processes.
 
     Raises:
         ValueError: A setting changed that must not; the message names it, the old and the new value.
@@ -214,7 +205,6 @@ def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tupl
     """Lock the run's folder, and return what has changed since the run's start and the checkpoint to continue from.
 
     Args:
-        recipe: Present recipe.
         run_lock: Lock on the run's folder; the first process acquires it.
         unverified: Also continue from a checkpoint without a manifest.
 

@@ -31,10 +31,7 @@ class StoredRollouts(StepListener):
     """Listener that writes the rollouts of every `every`-th optimizer step.
 
     Args:
-        folder: Folder of the run.
         every: Steps from one file to the next.
-        tokenizer: Tokenizer of the data.
-        routes: Routes of the teacher.
     """
 
     def __init__(self, folder: Path, every: int, tokenizer: Any, routes: Sequence[str]) -> None:

@@ -54,7 +54,6 @@ class StepGuard(StepListener):
 
     Args:
         reduce: Function that sums a tensor over the ranks.
-        ranks: Number of ranks.
         folder: Folder for the saved batch.
         limit: Number of consecutive steps that may be skipped.
         diagnose: Function from a step's batches to a description of what is not finite in the teacher, None where all
