@@ -411,7 +411,6 @@ class Run:
         )
 
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:
-        """Write the first files of the run's folder."""
         folder = self.run_lock.folder
         resumed = prepared.resumed
         attention = prepared.context.attention
@@ -427,7 +426,6 @@ class Run:
     def _print_summary(
         self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer, lines: list[str]
     ) -> None:
-        """Print the summary of the run, and lines that were found while it was opened."""
         plan = prepared.plan
         data = prepared.splits.report
         device = prepared.context.device
@@ -460,6 +458,8 @@ class Run:
         trainer = trained.trainer
         results = trained.results
         self.run_lock.check()
+        # Evaluation has collectives: others would wait in one for a process that fails, so several write no checkpoint.
+        # Saving has none, and they agree on one.
         with checkpoint_on_failure(trainer):
             before, answers = results.before(trained.untrained)
             with console.announced("evaluating", "the trained student"):

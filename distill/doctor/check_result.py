@@ -20,7 +20,6 @@ class CheckResult(NamedTuple):
     """Result of one check.
 
     Attributes:
-        name: Name of the check.
         passed: Whether it passed; None where it does not apply.
         detail: What was compared, with the difference; the reason where it does not apply.
         seconds: Duration; None where not measured.

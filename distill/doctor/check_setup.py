@@ -47,7 +47,6 @@ class CheckSetup:
         student: Causal language model, bare or inside PEFT, on one device with the teacher.
         teacher: Teacher of any kind, or a causal language model.
         rows: At least two rows of the training data, as its `columns` accept them.
-        loss: The recipe's loss.
         vocab_size: Number of logits that both heads are cut to; None for that of the teacher's targets.
         weights: Weights of the teacher's models in the recipe.
         tokenizers: Tokenizers of every teacher and, last, of the student, from `Vocabulary.tokenizers`; None where the
@@ -111,7 +110,6 @@ class CheckSetup:
         return self.packs or all(map(isolates_documents, self.models))
 
     def in_eval_mode(self) -> contextlib.AbstractContextManager[None]:
-        """Put all models in eval mode (no dropout) inside the block."""
         return eval_mode(*self.models)
 
     def truncated(self) -> CheckSetup:

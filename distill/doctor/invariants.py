@@ -319,7 +319,6 @@ def difference(result: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def _differences(ours: tuple[torch.Tensor, Gradients], theirs: tuple[torch.Tensor, Gradients]) -> list[float]:
-    """Return the differences of two losses and of their gradients."""
     return [difference({"loss": ours[0]}, {"loss": theirs[0]}), difference(ours[1], theirs[1])]
 
 
@@ -331,7 +330,6 @@ def _within_tolerance(name: str, what: str, subject: CheckSetup, differences: Se
 
 
 def _fused(subject: CheckSetup, *, workspace: int | None = None) -> tuple[torch.Tensor, Gradients]:
-    """Return loss and gradients as training computes them."""
     objective = subject.objective()
     batch = subject.batch()
     for loss in single_losses(objective.loss):

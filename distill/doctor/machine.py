@@ -176,7 +176,6 @@ def run_jobs(jobs: Sequence[Job], device_name: str, output: str, sender: Connect
     """Run the jobs in this process: None is sent before each, its result after it; end if the CUDA context is broken.
 
     Args:
-        jobs: Names and functions.
         device_name: Device, as torch names it.
         output: File that standard output and error are redirected to: compilers write to both.
         sender: Other end of the pipe that the results are received from.

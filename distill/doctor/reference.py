@@ -44,7 +44,6 @@ class Reference:
     """Reference of hidden states: of one teacher, or of the mixture of several.
 
     Args:
-        teacher: Teacher that is checked.
         weights: Weights of its members, from the recipe, not from the teacher.
         tokenizers: Tokenizers of every teacher and, last, of the student; None for random tokens.
 
@@ -123,7 +122,6 @@ class Reference:
     # ----------------------------------------------------- token after token
 
     def single(self, objective: DistillationObjective, term: LossTerm) -> TargetLoss:
-        """Return the loss of one term."""
         spelled = {name: value for name, value in term._asdict().items() if value is not None}
         return self.teacher.format.loss({"temperature": self.temperature, "terms": [spelled]}, objective.alignment)
 
@@ -218,7 +216,6 @@ def context_verdict(batch: Batch, *, private_context: bool = True) -> tuple[bool
     """Compare the tokens of responses in both inputs, and find context that leaks into the student's prompt.
 
     Args:
-        batch: Rows of both inputs.
         private_context: Whether the teacher reads a context; else the chat template has other variables for it, and
             either prompt may be the longer one.
     """

@@ -30,9 +30,7 @@ def layer_loss(
 
     Args:
         student: Causal language model, which may have a projection (`layer_projections`).
-        teacher: Causal language model.
         batch: `input_ids`, `labels`, `position_ids` [B, S].
-        loss: Loss section of the recipe.
         dtype: Dtype in which distances are computed.
     """
     keep = shift_left(batch["labels"]) != IGNORE_INDEX

@@ -78,7 +78,6 @@ class RoutedReference(Reference):
         return figures_of(loss_of, call)[call[-1]] if self.spans else super().each(loss_of, objective, call)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
-        """Compare each route's teachers with themselves."""
         worst = [self.by_route[number].from_itself(own, terms)[1] for number, _, own in self.teacher.batches(batch)]
         return f"each of {len(worst)} routes", max(worst)
 

@@ -139,7 +139,6 @@ def same_bytes(student: bytes, teacher: bytes, student_puts: bool, teacher_puts:
 
 @functools.lru_cache(maxsize=8)
 def prepends_space(reader: TokenisedReader) -> bool:
-    """Return whether a tokenizer prepends a space to a text."""
     ids = reader.tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and (reader.spelled[ids[0]] or b"").startswith(b" ")
 

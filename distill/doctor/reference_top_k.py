@@ -31,7 +31,6 @@ class TopKReference(Reference):
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        """Return the manifest of the cache, from the format."""
         return self.teacher.format.manifest
 
     @property

@@ -71,7 +71,6 @@ class StudentRollouts:
         )
 
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicyRollouts:
-        """Return `OnPolicyRollouts` that generates with `student`."""
         settings = EngineSettings(
             self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length, log_probs=log_probs
         )
@@ -103,7 +102,6 @@ class StudentRollouts:
         Responses depend on weights, seed and document, not on the batches.
 
         Args:
-            student: Generates the responses.
             batches: Collated micro-batches of such rows, with the teacher's columns.
             readers: Read responses by the teachers' tokenizers, where these are others, by route.
         """

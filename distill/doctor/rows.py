@@ -95,10 +95,7 @@ def shortened_rows(rows: Iterable[DoctorRow], *, whole: bool, count: int, tokens
     """Return rows of at most two documents, each cut to about `tokens` around its trained tokens.
 
     Args:
-        rows: Rows of the training data.
         whole: Documents must not be cut; those of a length nearest to `tokens` are used.
-        count: Maximum number of rows.
-        tokens: Tokens of a document.
 
     Raises:
         ValueError: Fewer than two rows have trained tokens.
@@ -139,7 +136,6 @@ def packing_fault(rows: Iterable[DoctorRow], alone: Iterable[DoctorRow]) -> str 
     Documents are split where positions restart, and compared with their labels, positions and spans.
 
     Args:
-        rows: Rows as training gets them.
         alone: The same data with one document per row.
     """
     known = {_key(row) for row in alone}

@@ -51,7 +51,6 @@ class _Reader(pickle.Unpickler):
         self.models: dict[str, nn.Module] = {}
 
     def persistent_load(self, name: str) -> nn.Module:
-        """Return a model."""
         if name not in self.models:
             self.models[name] = read_weights(AutoModelForCausalLM, self.folder / name, name, dtype=torch.float32)
         return self.models[name]
@@ -67,7 +66,6 @@ def write_setup(setup: CheckSetup, folder: Path) -> None:
 
 
 def read_setup(folder: Path) -> CheckSetup:
-    """Return the setup that `write_setup` wrote, on the CPU."""
     with (folder / FILE).open("rb") as file:
         setup: CheckSetup = _Reader(file, folder).load()
     return setup

@@ -31,7 +31,6 @@ def mean_intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, 
     Args:
         sums: float64 [rows, metrics], sums over each row's tokens.
         counts: float64 [rows], tokens in each row.
-        draws: Number of resamples.
         seed: Seed of the resampling; the same seed draws the same rows.
 
     Raises:

@@ -82,11 +82,8 @@ def take_sample(
 
     Args:
         pair: Both models; the teacher gives hidden states.
-        head: LM head of the teacher.
         student_transform: Scale and soft cap of the student's logits.
-        rows: Held-out rows.
         columns: Number of vocabulary entries that are compared.
-        positions: Number of positions.
     """
     teacher = pair.teacher
     student = pair.student
@@ -137,10 +134,6 @@ def measure(
     """Return the table of errors: every K up to the vocabulary, every reading.
 
     Args:
-        sample: Sample that `take_sample` returns.
-        temperature: Temperature of the divergence.
-        dtype: Dtype of stored numbers.
-        ks: numbers of tokens.
         seed: Seed of the sampled tail.
         advance: called after each row.
     """

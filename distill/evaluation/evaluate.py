@@ -55,12 +55,10 @@ class HeldOut(NamedTuple):
 
     @property
     def student_perplexity(self) -> float:
-        """Return exp(cross-entropy) of the student; infinite where that overflows."""
         return perplexity(self.student_cross_entropy)
 
     @property
     def teacher_perplexity(self) -> float:
-        """Return exp(cross-entropy) of the teacher; infinite where that overflows."""
         return perplexity(self.teacher_cross_entropy)
 
 

@@ -95,7 +95,6 @@ class TritonGenerator:
         self.loop = DecodeLoop(model, settings_for(model, tokenizer, None))
 
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
-        """Return the response, after writing it."""
         responses = self.loop.generate(
             [encode_prompt(self.tokenizer, prompt)],
             max_new_tokens=max_new_tokens,

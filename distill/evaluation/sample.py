@@ -116,7 +116,6 @@ def sample(
         prompts: See `read_prompts`.
         out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
         who: The model that generates.
-        settings: Settings of the generation.
 
     With several processes, which must all call this, the teacher is sharded.
 
@@ -259,7 +258,6 @@ def _finished(out: Path, prompts: list[RolloutPrompt], settings: dict[str, Any])
 
 
 def _positions(recipe: Recipe, who: str) -> int:
-    """Return the number of positions that the model supports."""
     of_teacher = who == "teacher" or recipe.student.is_cut
     section = source_of(recipe).config_section() if of_teacher else recipe.student
     config = load_config(section, "teacher" if of_teacher else "student").get_text_config()

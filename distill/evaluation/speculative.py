@@ -25,7 +25,6 @@ def measure_acceptance(
     Args:
         student, teacher: Causal language models over one vocabulary, on one device.
         prompts: Token ids; intervals are by resampling prompts.
-        count: Number of tokens of a response.
         seed: Seed of the sampling, at temperature 1.
 
     Returns:

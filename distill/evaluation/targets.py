@@ -67,13 +67,11 @@ def find_target(argument: str) -> Target:
 
 
 def target_from_model(model: str) -> Target:
-    """Return the target for a model or adapter."""
     base = base_of(Path(model))
     return Target(Student.model_validate(base), adapter=Path(model)) if base else Target(Student(model=model))
 
 
 def default_device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -80,7 +80,6 @@ def run_tasks(
     Args:
         models: Causal language models by name, all with this tokenizer; set to eval mode.
         tasks: Tasks from `check_tasks`.
-        limit: Maximum number of examples per task.
         chat: Apply the tokenizer's chat template to prompts, with the variables that it is saved with.
     """
     from lm_eval import simple_evaluate

@@ -227,6 +227,8 @@ class DecodeLoop(DecodeEngine):
                 for slot, number in assigned.items():
                     made[slot] = len(responses.tokens[number])
             left = max(self._next_stop(request, responses, number) - made[slot] for slot, number in active.items())
+            # until the next check, or the limit of the longest response, in whole replays: a sequence that is done
+            # writes padding meanwhile
             steps = -(-min(check_every, left) // steps_per_replay) * steps_per_replay
             for _ in range(0, steps, steps_per_replay):
                 if slots.graph is not None:
@@ -235,8 +237,10 @@ class DecodeLoop(DecodeEngine):
                     self._step(slots, sampling)
             if unread is not None:  # while these steps run on the device
                 waiting += self._read(unread, request, responses, active)
+            # The copy waits for these steps. Its tokens are read at once only where a sequence has ended, since its
+            # slot is free then; else while the next steps run.
             unread = copy_to_host(slots, steps)
-            slots.column.zero_()
+            slots.column.zero_()  # the next steps fill the response buffers from their first column again
             made = unread.generated.tolist()
             done = unread.done.tolist()
             if self.settings.stop is not None or any(done[slot] for slot in active):
@@ -310,6 +314,7 @@ class DecodeLoop(DecodeEngine):
         cache_length = -(-max(self.settings.max_length, cache_length) // CACHE_MULTIPLE) * CACHE_MULTIPLE
         slots = next((slots for slots in self.buffers if slots.sizes == (batch, cache_length)), None)
         if slots is None:
+            # older buffers go before new ones are allocated, so that memory never holds one more than the maximum
             del self.buffers[: 1 - MAX_BUFFERS]
             slots = SequenceSlots(self.inner.config, batch, cache_length, CHECK_EVERY, self.device)
         else:
@@ -361,6 +366,8 @@ class DecodeLoop(DecodeEngine):
         slots.clear(self.pad)  # all sequences are done: the steps below write one cache slot and advance nothing
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        # The warm-up compiles and tunes kernels, which no capture allows. The streams wait for each other: the warm-up
+        # for the last update of the weights, the present stream for the buffers.
         with torch.cuda.stream(self.stream):
             self._warm_up(slots, sampling)
             waits = _host_synchronisation(lambda: self._step(slots, sampling))

@@ -152,8 +152,6 @@ class RolloutDocument:
         """Return the document with another response, which alone is trained on.
 
         Args:
-            prompt: tokens before the response.
-            response: tokens of the response.
             sampled_log_p: log-probability of each token of `response` when it was sampled.
             score: reward and advantage of the response.
             replies: (start, stop) of the tokens in `response` that are not the student's.

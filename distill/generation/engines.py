@@ -53,8 +53,6 @@ def engine_for(
     Args:
         name: "distill", "transformers" or "vllm". Where the built-in loop would not reproduce the model's own logits
             (it is tried on a few tokens), transformers' `generate` takes its place, and one log line gives the reason.
-        model: The model that generates.
-        settings: Settings of the engine.
         tokenizer: Passed to vLLM with the model.
         trains: The model's weights change between calls.
         field: The setting that an error names.
@@ -99,7 +97,6 @@ def greedy_responses(
 
     Args:
         model: A causal language model, bare or inside PEFT.
-        tokenizer: Its tokenizer.
         prompts: Plain texts, or chats, which need a chat template.
         max_new_tokens: Maximum length of a response; it ends earlier at an end-of-sequence token.
     """
@@ -116,8 +113,6 @@ class TransformersEngine(DecodeEngine):
     """`model.generate` on left-padded batches.
 
     Args:
-        model: The model that generates.
-        settings: Settings of the engine.
         collective: The model is sharded over all processes, which call the engine with the same arguments: each
             generates its part of the batches, and returns all responses. Every layer is gathered from all processes
             when it is called, so that none may stop before the last response of any is finished.

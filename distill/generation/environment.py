@@ -71,12 +71,10 @@ class Rollout:
 
     @property
     def prompt(self) -> list[int]:
-        """Tokens after which the next response is generated."""
         return [*self.document.prompt, *self.tokens]
 
     @property
     def turn_seed(self) -> int:
-        """Seed of the next response."""
         return self.seed if self.turn == 0 else _seed_of_turn(self.seed, self.turn)
 
     def add_response(self, tokens: Sequence[int], log_probs: Sequence[float], truncated: bool) -> None:
@@ -99,8 +97,6 @@ class ChatFormat(NamedTuple):
     """The chat format of rollouts.
 
     Attributes:
-        template: chat template of the data.
-        tokenizer: tokenizer of the data.
         ends: tokens at which generation stops.
     """
 
@@ -121,9 +117,7 @@ class Environment:
     """Replies to the responses of rollouts.
 
     Args:
-        function: the user's function.
         function_input: looks up the data's row of a document, as rewards do.
-        chat: chat format of the data.
         max_turns: maximum number of responses in a rollout.
         log: replies of earlier calls, which a resumed run reads again.
     """
@@ -167,6 +161,8 @@ class Environment:
             _conversation_key(rollout, conversation)
             for rollout, conversation in zip(waiting, conversations, strict=True)
         ]
+        # A resumed run comes to conversations that are in the log: the function is called for new ones alone. Replies
+        # are logged before any is used.
         new = [number for number, key in enumerate(keys) if key not in self.log]
         calls = [Call(inputs[n].location, [conversations[n], inputs[n].tools, inputs[n].row]) for n in new]
         replies = self.function.call(calls)
@@ -205,6 +201,8 @@ class Environment:
         before = conversation[:-1]
         prefix = self.function.error_prefix(function_input.location)
         roles = tuple(str(message["role"]) for message in messages)
+        # Templates leave out messages of roles that they do not know, without an error. A marker in place of each text
+        # shows, once for these roles in this order, that all are written.
         if roles not in self._rendered:
             marked = [{**message, "content": f"{REPLY}{number}"} for number, message in enumerate(messages)]
             text = self._text_after_response(before, marked, function_input, prefix)
@@ -219,6 +217,8 @@ class Environment:
         end = rollout.tokens[-1]
         if end not in self.chat.ends:  # a stop string ended it; the template ends the turn
             return self._ids_of(after)
+        # The end token is in the rollout already, so what the template writes up to it is dropped. Where other text
+        # than special tokens stands before it, the template ends this response in another way.
         ids = self._ids_of(after.lstrip())
         closing = ids.index(end) + 1 if end in ids else 0
         closes = closing > 0 and all(token in self.special for token in ids[:closing])

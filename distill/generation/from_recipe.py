@@ -60,11 +60,8 @@ def rollouts_from_recipe(
     """Return the rollouts that the recipe's `data.on_policy` configures; None without it, or if its fraction is 0.
 
     Args:
-        recipe: Recipe of the run.
         student: Student on its device, before any wrapping.
-        tokenizer: Tokenizer of the data.
         template: chat template of the data; None without one.
-        report: Report on the data.
         vocab_size: Number of columns that the loss compares: the teacher has no other tokens.
         autocast: Compute dtype of the student where that is not its weights'.
         sharded: The student will be sharded over the processes.

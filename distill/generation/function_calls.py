@@ -66,8 +66,6 @@ class UserFunction:
 
     Args:
         file: path of the code; modules in its folder can be imported.
-        code: content of the file.
-        name: name of the function.
         timeout: time limit of a call, in seconds.
         workers: maximum number of processes; None for the number of processors, up to four.
 
@@ -101,6 +99,7 @@ class UserFunction:
             self._workers.append(worker)
             self._idle.put(worker)
         try:
+            # as many threads as processes: each takes an idle one and waits for its reply
             with ThreadPoolExecutor(max(len(self._workers), 1)) as pool:
                 return list(pool.map(self._call_idle_worker, calls))
         except BaseException:
@@ -172,6 +171,7 @@ class _Worker:
             start_new_session=True,  # a group of its own: what the function starts ends with it
         )
         self.calls = 0
+        # ends the process also where this object is collected or the interpreter exits; a second call does nothing
         self.end = weakref.finalize(self, _end, self.process)
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()

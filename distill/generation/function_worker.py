@@ -24,7 +24,6 @@ OWNER_S = 0.5  # between two looks for the process that started this one
 
 
 def main() -> None:
-    """Reply to requests until standard input ends."""
     threading.Thread(target=_end_with_owner, args=(os.getppid(),), daemon=True).start()
     own = os.getpid()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -28,7 +28,6 @@ class FusedStepFactory:
     """Factory of a model's fused steps; the model is tried again when its modules have changed.
 
     Args:
-        model: Model to decode with.
         autocast: compute dtype of the model where that is not its weights'.
         columns: only this many first tokens of the vocabulary are sampled; None for all of the head.
         fused: True uses them on families of GPUs too that they were never measured on, False nowhere.
@@ -115,7 +114,6 @@ class FusedStep:
         self.scores = TileScores.allocate(slots.batch, self.columns, self.decoder.plan.head, weight.device)
 
     def __call__(self, sampling: Sampling) -> None:
-        """Decode one token of every sequence; see `DecodeLoop`."""
         decoder = self.decoder
         norm = self.norm
         decoder.embed(self.state)

@@ -73,7 +73,6 @@ class OnPolicyRollouts:
         engine: Generates with the student's current weights.
         fraction: Fraction of the documents that is replaced.
         max_new_tokens: Maximum length of a response; of a rollout of several turns, with the replies in it.
-        sampling: Sampling parameters.
         seed: Determines the replaced documents and the sampled tokens.
         max_length: Maximum number of tokens in a row.
         batch_size: Maximum number of a step's prompts that are generated at once.
@@ -131,6 +130,8 @@ class OnPolicyRollouts:
             following: Maximum number of steps after this one whose responses may be generated with it, of as many
                 micro-batches, as far as the epoch (`epoch`) has them.
         """
+        # A plan made ahead holds only for the very batches that it was made of: after a resume, or a change of what is
+        # left of the epoch, the step is planned anew.
         current = self._pending_steps.pop(step, None)
         if (
             current is None
@@ -138,6 +139,7 @@ class OnPolicyRollouts:
             or any(map(operator.is_not, current.batches, batches))
         ):
             current = RolloutStep(batches, self._plans(batches, step))
+        # an earlier step or a checkpoint may have left all responses of this one
         known = self._responses.get(step)
         if known is None or any(self._key_of(each, step) not in known for each in self._to_generate(current.plans)):
             self._pending_steps = self._future_steps(len(batches), step, following)
@@ -199,7 +201,6 @@ class OnPolicyRollouts:
         return {number: RolloutStep(group, self._plans(group, number)) for number, group in groups if group}
 
     def _to_generate(self, plans: Iterable[MicroBatchPlan]) -> Iterator[RolloutDocument]:
-        """Return the documents whose responses a step generates."""
         return (document for plan in plans for document in plan.to_generate)
 
     def _generate(self, steps: dict[int, RolloutStep]) -> None:
@@ -216,6 +217,7 @@ class OnPolicyRollouts:
             continuing = self.environment.reply(continuing, self._room)
             if continuing:
                 self._respond(continuing, same_weights=True)
+        # a step in which nothing is replaced gets an entry too, so that it counts as generated
         self._responses |= {step: {} for step in steps}
         seconds = (time.perf_counter() - start) / max(len(replaced), 1)
         for (step, document), rollout in zip(replaced, rollouts, strict=True):
@@ -264,6 +266,7 @@ class OnPolicyRollouts:
         rewards = RewardSums()
         if self.rewards is not None:
             scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
+        # `plan.rows` takes the responses of its own documents from this, micro-batch after micro-batch
         new = iter(
             self._with_response(document, response, score)
             for document, response, score in zip(replaced, responses, scores, strict=True)
@@ -361,6 +364,8 @@ class OnPolicyRollouts:
         """Select at random documents whose longest responses fit, row by row, independently of micro-batches."""
         changing = {own.row for own, is_replaced in zip(documents, replaced, strict=True) if is_replaced}
         room: defaultdict[int, int] = defaultdict(lambda: self.max_length)
+        # An order at random that follows from the documents alone. One that does not fit is passed over, and a shorter
+        # one may still fit; a row in which nothing changes stays as it is.
         staying = []
         for number in sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2)):
             own = documents[number]
@@ -380,6 +385,7 @@ class OnPolicyRollouts:
         return min(self.max_new_tokens, self.max_length - document.prompt_length)
 
     def _is_replaced(self, document: RolloutDocument, step: int) -> bool:
+        # a uniform number of 64 bits; the last argument tells this draw (0) from the seed (1) and the order (2)
         return int.from_bytes(document.hash(self.seed, step, 0)[:8], "little") < self.fraction * 2.0**64
 
     def _key_of(self, document: RolloutDocument, step: int) -> str:

@@ -55,7 +55,6 @@ class ResponseParser:
         """Return an answer as a message.
 
         Args:
-            prompt: The prompt that it answers.
             tokens: Its tokens, with the one that ended it, if one did.
             text: Its text without that one (`response_text`).
             ended: Whether its last token is one that ends an answer.

@@ -40,7 +40,6 @@ class RolloutPrompt:
         """Return the row with its response, in a format of `data.source`.
 
         Args:
-            response: Text of the response.
             message: The response in parts; None where its text is all of it.
         """
         if "messages" not in self.row:
@@ -49,7 +48,6 @@ class RolloutPrompt:
         return self.row | {"messages": turns}
 
     def matches(self, row: Any) -> bool:
-        """Return whether `row`, of a file of responses, has this prompt."""
         if not isinstance(row, dict):
             return False
         if "messages" in self.row:

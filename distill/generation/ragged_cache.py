@@ -112,6 +112,7 @@ class RaggedLayer(CacheLayerMixin):
         attended = []
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             slots = kept.flatten(0, 1)
+            # a token of a shared prefix was computed once, and is written to the rows of all that begin with it
             tokens = new[0].transpose(0, 1).index_select(0, packed.source)
             slots.index_copy_(0, packed.place, tokens.to(kept.dtype))
             attended.append(new if packed.seen is None else slots.index_select(0, packed.seen).transpose(0, 1)[None])
@@ -199,10 +200,7 @@ def prefill(
     rows keep what they hold. Call it where the attention is that of a ragged cache.
 
     Args:
-        decoder: computes keys and values.
-        prompts: token ids of each prompt.
         rows: Rows of the cache, one per prompt.
-        cache: is written to.
         held: prompts that rows hold already, by row, their last tokens included; those of `rows` may be among them.
     """
     written = [(tuple(prompt[:-1]), row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) > 1]
@@ -249,9 +247,7 @@ def prefill_sequences(
     """Prefill sequences, by their rows of the cache, and note them in `held`; arguments as of `prefill`.
 
     Args:
-        decoder: computes keys and values.
         sequences: token ids of each sequence, by its row.
-        cache: is written to.
         held: sequences that rows hold already; of one that has grown, what was prefilled.
         short: Length up to which a sequence gets LongRoPE's short set; None without LongRoPE.
     """
@@ -292,7 +288,6 @@ def ragged_attention(
     """Attention of each prompt's tokens among themselves, or of one newest token a sequence to its cached keys.
 
     Args:
-        module: the attention layer.
         query: [1, H, N, D] of packed prompts, or [B, H, 1, D]; key and value [1, Hkv, N, D] or [B, Hkv, slots, D].
         attention_mask: none is built for this attention; a mask made elsewhere is refused.
         scaling: Factor of the scores; None for 1/sqrt(D).
@@ -319,6 +314,8 @@ def ragged_attention(
     torchs = softcap is None and s_aux is None  # PyTorch's attention has neither
     attend = functools.partial(flash_attention, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     packed = ragged_cache.packed
+    # Four ways: prompts in one packed call of the kernel, or one after the other without it; then a newest token per
+    # sequence, by PyTorch with a mask, or by the kernel that reads the lengths on the device.
     if packed is not None and kernels:
         keys_of = None if packed.seen is None else packed.seen_cu_seqlens
         out = attend(query, key, value, cu_seqlens_q=packed.cu_seqlens, cu_seqlens_k=keys_of)

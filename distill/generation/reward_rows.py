@@ -34,7 +34,6 @@ class RowTable:
 
     Args:
         sources: sources of the training data, in the order of the recipe.
-        tokenizer: tokenizer of the data.
         ends: tokens that end a response.
     """
 
@@ -60,7 +59,6 @@ def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Colle
 
     Args:
         recipe: the run's recipe, whose reward file `--plugin` has allowed.
-        tokenizer: tokenizer of the data.
         code: content of the file that the reward names.
         ends: tokens that end a response.
     """
@@ -73,7 +71,6 @@ def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Colle
 
 
 def row_table_from_recipe(recipe: Recipe, tokenizer: Any, ends: Collection[int]) -> RowTable:
-    """Return the rows of a recipe's training data; arguments as of `RowTable`."""
     contexts = [section.context for section in (recipe.teacher, *recipe.teachers) if section.context is not None]
     private = [column for context in contexts for column in context.columns]
     sources = []

@@ -24,7 +24,6 @@ class RewardSums(NamedTuple):
     """Sums over rewarded responses: of their rewards, and of the standard deviation within each group.
 
     Attributes:
-        groups: Number of groups.
         flat_groups: Number of groups whose rewards are all the same.
     """
 

@@ -41,7 +41,6 @@ class MicroBatchPlan(NamedTuple):
 
     @property
     def has_changes(self) -> bool:
-        """Return whether the micro-batch becomes another one."""
         return any(self.replaced) or self.left_out > 0
 
     def rows(self, responses: Any, max_length: int, one_row: bool) -> list[list[RolloutDocument]]:
@@ -80,7 +79,6 @@ class RolloutSums(NamedTuple):
     """Sums over rollouts, of which their metrics are made.
 
     Attributes:
-        rollouts: Number of rollouts.
         tokens: Tokens that the student generated.
         truncated, repeated: Numbers of rollouts that were cut off, and that repeat themselves.
         left_out: Documents that no longer fit.

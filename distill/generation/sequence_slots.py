@@ -51,7 +51,6 @@ class SequenceSlots:
         """Assign sequences to free slots, while the other sequences continue.
 
         Args:
-            slots: Slot of each sequence.
             sequences: Prompts, with the tokens that were generated before.
             limits: Length of each response at which it stops, with those tokens.
             seeds: Seeds of the sampled tokens.
@@ -77,6 +76,7 @@ class SequenceSlots:
         if log_probs:
             log_p = at_least_float32(logits).log_softmax(-1).gather(1, token[:, None])
             self.log_probs.index_copy_(1, self.column, log_p.to(self.log_probs.dtype))
+        # Finished sequences go on in the same shapes: they write padding, and their numbers stand still.
         live = ~self.done
         self.token.copy_(torch.where(live, token, pad))
         self.responses.index_copy_(1, self.column, self.token[:, None])
@@ -84,6 +84,7 @@ class SequenceSlots:
         self.generated += live
         self.ended |= live & (token[:, None] == ends).any(1)
         self.done |= self.ended | (self.generated >= self.limits)
+        # the length counts the token on its way, which a finished sequence does not have
         self.cache.lengths += ~self.done
 
 

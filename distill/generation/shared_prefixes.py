@@ -123,6 +123,7 @@ def plan_prefixes(
     """
     kept = {prompt: row for row, prompt in (held or {}).items()}
     known = shared_prefixes(prompts, kept)
+    # reversed, so that the first row of equal prompts is the one that remains
     first_row = dict(zip(reversed(prompts), reversed(rows), strict=True))
     computed = [prompt for prompt in first_row if prompt not in kept and known[prompt].length < len(prompt)]
     computed.reverse()  # as they were given

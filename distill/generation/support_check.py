@@ -149,7 +149,6 @@ def fused_support(
     Call it where the model's attention is that of a ragged cache, in eval mode, under its autocast.
 
     Args:
-        model: Model to decode with.
         autocast: Compute dtype where that is not its weights'.
         sequences: Sequences that are decoded together.
         forced: On families of GPUs too that fused steps were never measured on.

@@ -50,7 +50,6 @@ class VllmEngine(DecodeEngine):
     Args:
         model: The student, with or without adapters; on its device.
         tokenizer: Written with the weights; None for models that are only given token ids.
-        settings: Settings of the engine.
         trains: The weights change between calls and are transferred before each, unless it has `same_weights`.
 
     Raises:
@@ -161,7 +160,6 @@ def response_log_probs(
     Args:
         model: A causal language model, on its device.
         prompt: Token ids before the response, at least one.
-        tokens: Token ids of the response.
         autocast: Compute dtype where that is not the weights'.
     """
     inner: Any = unwrap_peft(model)

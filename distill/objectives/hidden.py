@@ -66,7 +66,6 @@ class StoredHead:
     """A head whose weights are in memory, outside of any model.
 
     Args:
-        weights: Weights of the head.
         name: readable, for a message that says what is not finite.
     """
 
@@ -80,7 +79,6 @@ class StoredHead:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[HeadWeights]:
-        """Yield the weights as they are."""
         yield self.weights
 
     def move_to(self, device: torch.device) -> None:
@@ -140,7 +138,6 @@ class HiddenFormat(FusedFormat):
     """One teacher's last hidden states, and its head.
 
     Args:
-        head: LM head of the teacher.
         transform: scale and soft cap of its logits.
 
     Attributes:

@@ -51,6 +51,7 @@ class LayerProjection(nn.Module):
         super().__init__()
         weight = torch.eye(student)
         if teacher != student:
+            # a generator of its own: every rank begins with the same map, and no other random number changes
             generator = torch.Generator().manual_seed(0)
             weight = torch.randn(teacher, student, generator=generator) / math.sqrt(student)
         self.weight = nn.Parameter(weight.to(like.device, like.dtype))
@@ -111,7 +112,6 @@ class StepStates:
 
     Attributes:
         matching: Terms that are compared.
-        teacher: States of the teacher.
         student: States of the student, once its decoder has run.
         documents: int64 [B, S], a number for each document of a row; None for one document a row.
         sums: By name of the term: its sum over the trained tokens, without weight, and their number, fp32 [2].
@@ -153,8 +153,6 @@ class LayerMatching:
     """The layers that a loss compares, and its projections, which are a part of the student until `detach`.
 
     Args:
-        terms: Terms of the loss.
-        teacher: Model of the teacher.
         student: Causal language model, bare or inside PEFT.
     """
 
@@ -166,6 +164,8 @@ class LayerMatching:
         self.of_teacher = self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
         if len(self.projections):
+            # As a part of the student the projections get gradients, an optimizer state and a place under DDP and FSDP
+            # as its own weights do.
             self.inner.add_module(MODULE, self.projections)
 
     def detach(self) -> None:
@@ -215,6 +215,7 @@ class LayerMatching:
             weight = projection.weight
             value = saved[str(index)].to(weight.device)
             if isinstance(weight, DTensor):
+                # every process has read the whole weight, and keeps its shard
                 value = distribute_tensor(value, weight.device_mesh, weight.placements)
             weight.copy_(value)
 
@@ -240,6 +241,7 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
             f"{len(teachers)} models"
         )
     (model,) = teachers.values()
+    # as a trained weight: adapters may be float32 over a base model in 16 bits
     trained = (p for p in unwrap_peft(student).parameters() if p.requires_grad and p.is_floating_point())
     like = next(trained, next(student.parameters()))
     terms = []
@@ -253,11 +255,6 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
 
 def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[MatchedTerm]:
     """Return the terms of a loss that compare layers, without projections.
-
-    Args:
-        loss: Loss section of the recipe.
-        student: Configuration of the student.
-        teacher: Configuration of the teacher.
 
     Raises:
         ValueError: A layer does not exist, widths differ without a projection, or heads cannot be divided.
@@ -302,9 +299,7 @@ def relation_heads(
     """Return the number of relation heads of a term.
 
     Args:
-        term: Term of the recipe.
-        student: Number of the student's key-value heads, and the width of each relation.
-        teacher: The same of the teacher.
+        student, teacher: Number of key-value heads, and the width of each relation.
 
     Raises:
         ValueError: The number does not divide a width.

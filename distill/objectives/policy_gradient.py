@@ -82,6 +82,7 @@ def surrogate_loss(
 
 def discounted(values: torch.Tensor, learned: torch.Tensor, discount: float) -> torch.Tensor:
     """Return sum_k discount^k values[t + k] over the rest of each stretch of `learned` tokens; [B, S], by doubling."""
+    # after n rounds `total` sums the next 2^n tokens of the stretch, so that log2(S) rounds reach its end
     total = values
     reaches = learned
     step = 1

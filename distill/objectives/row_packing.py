@@ -74,6 +74,7 @@ def pack_ids(ids: torch.Tensor, vocabulary: int) -> dict[str, torch.Tensor]:
     if bits == 0:
         return packed
     each = 8 // bits  # ids whose high bits share a byte, the first in the lowest bits
+    # [M, K] -> [M, bytes, ids a byte], padded by zeros; each id is shifted to its place and the places are joined
     high = (wide >> 16).astype(np.uint8)
     groups = -(-wide.shape[1] // each)
     high = np.pad(high, ((0, 0), (0, groups * each - wide.shape[1]))).reshape(len(wide), groups, each)

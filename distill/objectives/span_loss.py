@@ -45,7 +45,6 @@ class SpanTargets(NamedTuple):
 
     Attributes:
         hidden: [B, S', hidden].
-        spans: aligned spans.
         student_ids: int64 [B, S]; likewise `teacher_ids` [B, S'].
     """
 
@@ -72,9 +71,9 @@ class _Part(NamedTuple):
         return hidden, transform_logits(raw_logits(self.head, hidden), self.scale, self.softcap)
 
     def side(self, z: torch.Tensor, temperature: float, start: int, stop: int) -> Side:
-        """Return the rows' log-probabilities at a temperature."""
         here = self._slice(start, stop)
         span = self.span[here] - start
+        # the numbers of the spans ascend along the rows: each span begins where its number first stands
         first = torch.searchsorted(span, torch.arange(stop - start, device=span.device))
         return Side(log_softmax(z / temperature), self.tokens[here], first, span)
 
@@ -121,7 +120,6 @@ class CrossTokenizerLoss(nn.Module):
         self._outcomes: dict[tuple[int, int, torch.device], Outcomes] = {}
 
     def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
-        """Return the outcomes of two heads with that many rows, made once."""
         key = (student_rows, teacher_rows, device)
         if key not in self._outcomes:
             student, teacher = (ids.to(device) for ids in self.shared)
@@ -174,6 +172,7 @@ class CrossTokenizerLoss(nn.Module):
                 x, z = own.logits(start, stop, dtype)
                 _, z_teacher = of_teacher.logits(start, stop, dtype)
                 sides = own.side(z, o.temperature, start, stop), of_teacher.side(z_teacher, o.temperature, start, stop)
+                # cross-entropy and metrics are at temperature 1 whatever the loss's is
                 ones = sides
                 if o.temperature != 1.0 and (return_stats or o.hard_weight):
                     ones = own.side(z, 1.0, start, stop), of_teacher.side(z_teacher, 1.0, start, stop)
@@ -188,6 +187,7 @@ class CrossTokenizerLoss(nn.Module):
                         hard = torch.zeros_like(slope)
                         g += _logit_gradient(hard.scatter_(1, ones[0].tokens[:, None], -o.hard_weight), ones[0].log_p)
                     if o.student_softcap:
+                        # z is capped already, so that the derivative of cap * tanh(x / cap) is 1 - (z / cap)^2
                         g *= 1 - (z / o.student_softcap).square()
                     sums.add(own.head, x, g.mul_(o.student_scale), own.rows[own._slice(start, stop)])
             stats = torch.cat(figures, 1) if return_stats else None
@@ -202,12 +202,12 @@ class CrossTokenizerLoss(nn.Module):
 
         Args:
             targets: See `forward`.
-            head: the teacher's.
             rows: Number of rows of the student's head.
         """
         dtype = targets.hidden.dtype
         columns = len(head.weight)
         outcomes = self.outcomes(rows, columns, targets.hidden.device)
+        # spans of one token each: only the distributions where they begin are needed
         begins = targets.spans.teacher[:, :1]
         widths = torch.ones(2, len(begins), dtype=torch.int64)
         part = self._teacher_part(targets, head, torch.cat([begins, begins + 1], 1), widths[1], dtype)
@@ -238,8 +238,10 @@ def _span_rows(
     ends = widths.cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     counts = spans[:, 1] - spans[:, 0]
+    # the number of rows is known from the host's widths: without `output_size` this would wait for the device
     span = torch.repeat_interleave(torch.arange(len(spans), device=spans.device), counts, output_size=rows)
     begins = counts.cumsum(0) - counts
+    # row k of a span belongs to its k-th token, which the position before it predicts
     predicted = spans[span, 0] + torch.arange(rows, device=spans.device) - begins[span]
     return predicted - 1, ids.flatten()[predicted], span, ends.tolist()
 
@@ -253,6 +255,7 @@ def _chunks(
         elements = workspace // ELEMENT_BYTES
     elif device.type == "cuda":
         elements = device_facts(device).memory_bytes // CHUNK_SHARE
+    # as many spans as fit, by the running sum of their logits
     taken = (widths[0] * student_columns + widths[1] * teacher_columns).cumsum(0)
     chunks = []
     start = 0

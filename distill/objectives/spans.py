@@ -76,7 +76,6 @@ class SpanTokens(NamedTuple):
 
     @staticmethod
     def of(shared: torch.Tensor, rows: int) -> SpanTokens:
-        """Return the constants for the shared ids and the rows of a head."""
         place = torch.full((rows,), len(shared), dtype=torch.int64, device=shared.device)
         place[shared] = torch.arange(len(shared), device=shared.device)
         return SpanTokens(shared, (place == len(shared)).nonzero()[:, 0], place)
@@ -86,7 +85,6 @@ class Outcomes(NamedTuple):
     """Constants of the two vocabularies, on the device.
 
     Attributes:
-        student, teacher: constants of each.
         partner: int64 [V_s], the teacher's id of each of the student's tokens, -1 where it has none.
     """
 
@@ -113,7 +111,6 @@ class Beginning(NamedTuple):
         first: int64 [m], these tokens.
         place: int64 [m], which shared outcome each is.
         whole: [m], log-probability of the spans' texts.
-        tokens: the vocabulary.
     """
 
     log_p: torch.Tensor
@@ -172,10 +169,8 @@ def compare_spans(
 
     Args:
         student, teacher: both models' rows, at one temperature.
-        outcomes: the vocabularies.
         objective: kinds and parameters of the divergences.
         weights: Weights of the divergences, T^2 included.
-        slope: Whether to compute the gradient.
 
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].

@@ -99,7 +99,6 @@ def top_k_chunks(
 
     Args:
         call, teacher, transform, pairing: See the losses.
-        k: Number of tokens.
         temperature: Temperature of the teacher's probabilities.
 
     Yields:

@@ -31,7 +31,6 @@ class TermLoss(abc.ABC):
     """The weighted loss of one term of a recipe.
 
     Args:
-        term: Settings of the term.
         section: The recipe's loss, for its temperature.
         pairing: Alignment of the two vocabularies.
         transform: Scale and soft cap of the teacher's logits.
@@ -93,7 +92,6 @@ class TermLoss(abc.ABC):
         """Return the reduced losses of rows in plain PyTorch, chunk by chunk: a batch's logits never exist together.
 
         Args:
-            call: Call of the student's head.
             row_losses: Each row's loss [n] of logits before scale and soft cap, as `ChunkedLoss` takes it.
             labels: What `row_losses` gets with each row, as the labels [B, S], -100 where no token is trained.
             teacher: Head of the teacher, if `row_losses` reads its logits.
@@ -147,7 +145,6 @@ class CompositeLoss(LossOfParts):
         """Return the loss inside the student head's own call, with the statistics if the call wants them.
 
         Args:
-            call: Call of the student's head.
             teacher: Head of the teacher; None where its targets need no head.
             of_fused: Calls a fused loss with the teacher's targets.
         """
@@ -157,6 +154,7 @@ class CompositeLoss(LossOfParts):
             result = of_fused(self.fused)
             value, statistics = result if isinstance(result, tuple) else (result, None)
             values.append(value)
+        # a loss that is measured beside the others is no part of the total, and needs no graph
         if self.measured is not self.fused and call.inputs.statistics:
             with torch.no_grad():
                 _, statistics = of_fused(self.measured)

@@ -78,9 +78,6 @@ class TopKFormat(TargetFormat):
 
     `divergence` among the statistics is at the loss's temperature: that of `FusedTopKKLLoss`, over K + 1 outcomes or K;
     of sampled tokens an unbiased estimate of the full one. The teacher's entropy and cross-entropy are exact: stored.
-
-    Args:
-        manifest: Manifest of the cache.
     """
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
@@ -111,7 +108,6 @@ class TopKFormat(TargetFormat):
         return VocabularyAlignment(student, columns, None if columns == max(rows, self.columns) else columns)
 
     def loss(self, section: LossSpec, alignment: VocabularyAlignment) -> TargetLoss:
-        """Return `FusedTopKKLLoss`, or the plain loss of hard labels alone."""
         if isinstance(section, Loss) and section.tailed is not None:
             return stored_tail_loss(section, alignment, self)
         if isinstance(section, Loss) and section.has(*SEPARATE):
@@ -159,13 +155,14 @@ def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
 
     Args:
         statistics: `TokenStats`, or those of a held-out loss.
-        targets: Targets of the batch.
         weight: Weight of the divergence in the loss.
     """
     if isinstance(statistics, TokenStats):
         stored = statistics._replace(teacher_entropy=targets.entropy, teacher_label_logprob=targets.label_logprob)
         if targets.surplus is None:
             return stored
+        # The surplus depends on the teacher alone: it has no gradient, so the loss keeps it and only the metric is
+        # corrected.
         return stored._replace(divergence=statistics.divergence - weight * targets.surplus)
     *first, reverse = statistics
     return (*completed(TokenStats(*first), targets, weight), reverse)

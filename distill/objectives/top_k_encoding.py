@@ -37,7 +37,6 @@ class Encoding(NamedTuple):
 
     Attributes:
         columns: Number of vocabulary entries that are compared.
-        k: Number of tokens stored per position.
         tail: `bucket`, `renormalize` or `sampled`.
         temperature: Temperature of the stored probabilities.
     """
@@ -68,7 +67,6 @@ class EncodedTopK(NamedTuple):
     label_logprob: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> EncodedTopK:
-        """Return the same tokens, with all numbers in `dtype`."""
         return EncodedTopK(self.ids, *(value.to(dtype) for value in self[1:]))
 
 

@@ -31,7 +31,6 @@ def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: 
     """Return the bytes on each device while the recipe's teacher is cached.
 
     Args:
-        plan: plan with a teacher to load.
         batch_size: rows at a time; None for the recipe's.
         sharded: whether each device holds a shard of one teacher.
     """
@@ -76,7 +75,6 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
     A CPU has no memory limit here: replicas, unless the recipe asks for shards.
 
     Args:
-        recipe: recipe with a teacher to load.
         batch_size: rows at a time; None for the recipe's.
 
     Raises:

@@ -22,8 +22,6 @@ class DevicePlan(NamedTuple):
     """Recipe on some devices.
 
     Attributes:
-        recipe: the run's recipe.
-        source: source of the recipe's teacher.
         precision: dtypes of both models.
         device: properties of each device.
         world: number of devices that train.
@@ -39,7 +37,6 @@ class DevicePlan(NamedTuple):
 
     @staticmethod
     def here(recipe: Recipe, device: torch.device, world: int) -> DevicePlan:
-        """Return the plan on `world` devices such as `device` of this machine."""
         precision = resolve_precision(recipe, device)
         return DevicePlan(recipe, source_of(recipe), precision, device_here(device), world)
 
@@ -65,7 +62,6 @@ class DevicePlan(NamedTuple):
         return accumulation_steps(self.recipe.train, self.recipe.data, self.world)
 
     def footprint(self, sharded: bool = False) -> Footprint:
-        """Return the teacher's memory, replicated or sharded."""
         return self.source.footprint(FootprintContext(self.precision, self.device.memory_bytes, self.world, sharded))
 
 

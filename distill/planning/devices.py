@@ -44,7 +44,6 @@ class Device(NamedTuple):
 
 
 def device_here(device: torch.device) -> Device:
-    """Return the properties of a device of this machine."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return Device(facts.name, facts.total_memory, gpu_spec_of(device), family_in(device))

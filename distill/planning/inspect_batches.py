@@ -18,7 +18,6 @@ class Token(NamedTuple):
 
     Attributes:
         text: decoded text, given the token before; a character of several tokens is shown at its last.
-        id: token id.
         state: `trained` or `masked` (from the loss).
         starts: True if a document begins here.
         value: teacher's entropy or student's divergence in nats, of the prediction of this token; None if not computed.

@@ -60,7 +60,6 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
     """Return the memory of the terms that compare layers; zeros where they cannot be computed.
 
     Args:
-        plan: The recipe on its devices.
         share: Devices over which a projection is divided.
     """
     terms = [] if layer_problems(plan) else planned_terms(plan)

@@ -43,7 +43,6 @@ class TeacherServerMemory(NamedTuple):
 
     Attributes:
         sharded: shards of one teacher; else a copy each.
-        held: bytes on each device.
         fits: True if a device has that much memory.
         footprint: Footprint of an unsharded copy.
     """

@@ -64,7 +64,6 @@ class Preflight:
             serve the teacher, each with `teacher_server_bytes` bytes of it.
         teacher, student: sizes of the models.
         memory: Memory of one device in a training step.
-        fits: Whether `memory` fits the device.
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
         steps, accumulation, tokens_per_step: Size of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
@@ -108,12 +107,10 @@ class Preflight:
 
     @property
     def seconds(self) -> float | None:
-        """Time for all steps."""
         return None if self.seconds_per_step is None or self.steps is None else self.seconds_per_step * self.steps
 
     @property
     def ok(self) -> bool:
-        """True where no error keeps the run from working."""
         return not self.problems
 
 
@@ -123,7 +120,6 @@ def check_run(
     """Estimate memory and time of `recipe` on `gpus` devices such as `device`, and check that it can work.
 
     Args:
-        gpus: Number of devices.
         read_data: Read and tokenise data that are on this machine (the run finds them in the cache).
         untrained: `student.model` is a folder without weights, of a student that an earlier stage will make.
 
@@ -200,7 +196,6 @@ def _combined_shape(teachers: Sequence[ModelSizes]) -> ModelSizes:
 
 
 def _teacher_server(plan: DevicePlan, report: Preflight) -> None:
-    """Add the memory of the GPUs of a teacher server to the report."""
     side = teacher_server_memory(plan)
     count = plan.recipe.parallel.teacher_gpus or 0
     how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
@@ -339,7 +334,6 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
 
 
 def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflight) -> Splits | None:
-    """Read data that are on this machine, and report on them."""
     source = plan.source
     data = plan.recipe.data
     synthetic = data.is_synthetic

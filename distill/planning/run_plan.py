@@ -29,7 +29,6 @@ class RunPlan(NamedTuple):
         world: Number of processes that train.
         rows: Rows of the data in a micro-batch on one process.
         accumulation: Micro-batches of an optimizer step on one process.
-        steps: Optimizer steps of the run.
         tokens_per_step: Positions per optimizer step, over all processes.
     """
 

@@ -82,7 +82,6 @@ class DeviceClock(NamedTuple):
         return COPY_EFFICIENCY * self.gpu_spec.bandwidth * 1e9
 
     def seconds(self, flops: FlopCounts, in_fp8: bool = False) -> float:
-        """Return the seconds of these FLOPs on one device."""
         tokens = self.tokens
         body = self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
         products = (flops.token * tokens.tokens / body + flops.trained * tokens.trained / self.peak) / GEMM_EFFICIENCY

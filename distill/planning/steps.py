@@ -83,10 +83,8 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
     """Return warnings of data or steps that are too few to train on or to measure, with the settings to change.
 
     Args:
-        recipe: recipe of the run.
         data: report on the data; random tokens get no warnings.
         accumulation: micro-batches of a step on a device.
-        world: number of devices.
     """
     if recipe.data.is_synthetic:
         return []

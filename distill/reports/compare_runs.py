@@ -57,8 +57,6 @@ class RunGroup(NamedTuple):
 
     Attributes:
         name: Name of the first run.
-        runs: Names of the runs.
-        measure: Definition of the divergence.
         divergence, agreement, gap: Values of the metrics, one per run.
         differs: Settings in which this group's training differs from the first group's.
         p_value: p-value of the difference from the first group; None where there is no test.

@@ -79,7 +79,6 @@ def charts_of(rows: Rows, measure: DivergenceUnit = KL) -> list[tuple[Panel, lis
 
 
 def points(rows: Rows, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
-    """Return (step, value) of the rows that have a value."""
     return [
         (float(row["step"]), float(row[key]) * factor)
         for row in rows
@@ -106,9 +105,7 @@ def draw_curves(
 
     Args:
         rows: Rows of `metrics.jsonl`: `step` and metrics by name; a metric may be missing or None.
-        path: File to write.
         title: Title of the picture, such as the run's name.
-        measure: Definition of the run's divergence.
         keys: Keys of the panels to draw; empty for all.
         theme: `light` or `dark`; empty to follow the viewer's preference.
     """

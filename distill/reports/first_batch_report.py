@@ -44,7 +44,6 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
     """Return a line on how often the teacher's top-1 token is the data's; none for teachers without live outputs.
 
     Args:
-        objective: Objective of the run.
         batch: Batch collated by it, on the device; equal on all processes.
     """
     teacher = objective.teacher

@@ -79,7 +79,6 @@ class TensorPlan(NamedTuple):
     """Types of a file's tensors.
 
     Attributes:
-        type: The file's type.
         formats: Format of each quantised tensor, by name.
         trained: Blocks that the student was trained with; None where its weights are rounded now.
     """
@@ -260,6 +259,8 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Ten
             raise RecipeError([f"--gguf: the format has no tensor for the weight {key} of {config.model_type}"])
         order = torch.arange(len(tensor))
         if architecture in INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
+            # Rows i and i + width / 2 of a head, which rope turns together in transformers, become neighbours, as the
+            # format pairs them.
             order = order.view(-1, 2, width // 2).transpose(1, 2).flatten()
         stored = gguf.GGMLQuantizationType[plan.type_of(key, tensor).upper()]
         data = plan.data_of(key, tensor, order)
@@ -273,7 +274,6 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Ten
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
-    """Add tokens with their types, merges, special ids and the chat template."""
     from gguf import TokenType
 
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -357,6 +357,7 @@ def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Ten
     except (RuntimeError, ValueError) as error:  # shapes that the format cannot express
         raise RecipeError([f"--gguf: transformers cannot read it back: {first_line(error)}"]) from error
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
+    # the student's own outputs come first, since it gets the file's weights below
     before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     theirs = dict(loaded.named_parameters())
     for name, tensor in model.named_parameters():
@@ -364,6 +365,8 @@ def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Ten
         if name not in theirs or theirs[name].shape != tensor.shape or float((theirs[name] - tensor).norm()) > allowed:
             raise RecipeError([f"--gguf: {name} differs in the file; not written"])
     after = [loaded(input_ids=row).logits[0].log_softmax(-1) for row in rows]
+    # With the file's weights in the student's modules nothing is left to rounding: other logits mean that shapes, rope
+    # or norms are read differently.
     model.load_state_dict(loaded.state_dict(), assign=True)
     for row, logs in zip(rows, after, strict=True):
         expected = model(input_ids=row).logits[0].log_softmax(-1)

@@ -52,7 +52,6 @@ def write_model_card(
         hub_models: Models that this student descends from; hub ids go into the card's metadata.
         datasets: Training and held-out data; hub ids go into the metadata.
         licence: Licence of the untrained student, from its card; None where unknown.
-        measure: Definition of the divergences.
     """
     head: dict[str, str | list[str]] = {
         "library_name": "transformers",

@@ -34,7 +34,6 @@ def pack_folder(folder: Path, shard_size: str = "5GB") -> float:
 
     Args:
         folder: Folder of a student in float32 whose weights are exactly in their formats.
-        shard_size: Maximum size of a file.
 
     Returns:
         KL(student || folder) on two short texts, nats per token: that of 16 bits for the tensors that stay.

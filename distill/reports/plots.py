@@ -126,7 +126,6 @@ def picture(charts: Sequence[Chart], title: str, theme: str = "") -> str:
 
 
 def draw_legend(figure: Figure, lines: Mapping[str, object]) -> None:
-    """Name the lines below the charts of a figure."""
     figure.legend(lines.values(), map(printable, lines), loc="outside lower left", ncols=3)  # type: ignore[call-overload]
 
 

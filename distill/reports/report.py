@@ -74,7 +74,6 @@ class ReportedRun(NamedTuple):
 
     @property
     def measure(self) -> DivergenceUnit:
-        """Return the definition of the run's divergence."""
         return measure_of(self.settings, self.result.get("measure") or self.before.get("measure"))
 
     @property

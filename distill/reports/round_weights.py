@@ -24,9 +24,7 @@ class RoundedModel(NamedTuple):
     """Result of rounding a model.
 
     Attributes:
-        folder: Folder of the rounded model.
         file: The GGUF file, or the folder of packed weights; None where nothing was packed.
-        matrices: Number of rounded matrices.
         by_method: Number of those that the method rounded; the others are rounded to nearest.
         kl: KL of the packed file to the rounded model on two short texts, nats per token; None without one.
         note: Line on the matrices that stay as they are; may be empty.

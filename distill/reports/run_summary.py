@@ -110,7 +110,6 @@ def result_table(
 
 
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
-    """Print each prompt with the response of every model."""
     for number, prompt in enumerate(prompts):
         console.print_lines(f"\nprompt: {prompt}")
         for name, texts in answers.items():

@@ -38,7 +38,6 @@ def standalone(svg: str, theme: str = "") -> str:
     """Return an `<svg>` that was drawn in the light palette as a file.
 
     Args:
-        svg: The element.
         theme: `light` or `dark`; empty for rules that follow the reader's preference.
     """
     if theme == "dark":

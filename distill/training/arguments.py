@@ -85,10 +85,7 @@ def training_arguments(
     """Return the TrainingArguments of a recipe.
 
     Args:
-        recipe: Recipe of the run.
-        folder: Folder of the run.
         plan: Number of steps and micro-batches, and whether FSDP2 shards the student.
-        device: Device of this process.
         precision: Dtypes of computing and of the weights.
 
     Raises:

@@ -17,7 +17,6 @@ class BlockSampler(Sampler[int]):
 
     Args:
         rows: Data set with the column `BLOCK`.
-        seed: Seed of the order.
     """
 
     def __init__(self, rows: Any, seed: int) -> None:

@@ -96,6 +96,8 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None = None)
     """Keep the newest `limit` checkpoints and `best`; others are moved to `.unfinished/`, to be deleted."""
     for old in checkpoints(folder)[: -limit if limit else 0]:
         if best is None or old.name != Path(best).name:
+            # A rename happens at once, a deletion file by file: a process killed in it would leave a damaged folder of
+            # this name.
             os.replace(old, folder / UNFINISHED / f"old-{old.name}")
 
 
@@ -104,7 +106,6 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False) -> Iterator[N
     """Write a checkpoint of the last step if the body of the block raises.
 
     Args:
-        trainer: `DistillationTrainer`, after training.
         together: One of several processes may fail alone in the block, without a collective that others wait in: they
             agree afterwards and write the checkpoint together. If False, several processes write none.
 
@@ -119,12 +120,14 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False) -> Iterator[N
         fault = error
     failed = fault is not None
     several = trainer.accelerator.num_processes > 1
+    # every process comes here, failed or not, so that this collective tells all of them whether one has failed
     if several and together:
         failed = trainer.mean_over_ranks(float(failed)) > 0
     if not failed:
         return
     folder = Path(trainer.args.output_dir)
     kept = f"{CHECKPOINT}{trainer.state.global_step}"
+    # on a full disk a checkpoint would fail as well, and hide the first error behind its own
     full = fault is not None and disk_code(fault) is not None
     if (together or not several) and folder / kept not in checkpoints(folder) and not full:
         trainer.save_checkpoint()
@@ -233,7 +236,6 @@ def _states_error(checkpoint: Path) -> str | None:
 
 
 def shapes_of(path: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a safetensors file."""
     with safe_open(str(path), framework="pt") as file:
         return {str(name): list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
@@ -245,6 +247,8 @@ def not_finite(path: Path) -> str | None:
             tensor = file.get_tensor(name)
             if tensor.is_floating_point() and tensor.numel() and tensor.itemsize > 1:
                 low, high = torch.aminmax(tensor)
+                # infinity minus itself is NaN: the difference is 0 for finite numbers alone, and the extremes need no
+                # mask in memory
                 if not torch.isfinite(low - low + (high - high)):
                     return str(name)
     return None
@@ -257,6 +261,8 @@ def _check_shards(folder: Path) -> None:
     for entry, place in (index.storage_data or {}).items():
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"it names {place.relative_path}, outside of the folder")
+        # Entries that are no tensors are read by plain pickle when the checkpoint is loaded. Here the restricted
+        # unpickler reads them first, and raises where it meets code.
         if isinstance(index.state_dict_metadata.get(entry.fqn), BytesStorageMetadata):
             with (folder / place.relative_path).open("rb") as shard:
                 shard.seek(place.offset)

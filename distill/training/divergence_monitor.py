@@ -38,7 +38,6 @@ class DivergenceMonitor(TrainerCallback):
 
     Args:
         recipe: Sets `train.on_divergence` (warn or stop) and whether the loss follows a schedule.
-        vocabulary: Vocabulary size of the loss.
 
     Attributes:
         since: Step at which divergence was first noticed; None where it was not.

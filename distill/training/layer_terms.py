@@ -17,7 +17,6 @@ class LayerTerms(StepListener):
 
     Args:
         matching: Terms between layers, of the objective.
-        trainer: Trainer of the student.
     """
 
     def __init__(self, matching: LayerMatching, trainer: TransformersCompat) -> None:

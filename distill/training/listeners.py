@@ -82,7 +82,6 @@ class StepListener(TrainerCallback):
         """Take note of a step's final micro-batches, before the first forward.
 
         Args:
-            batches: Micro-batches of the step.
             upcoming: Micro-batches of later steps; computed as they are read.
         """
 
@@ -95,7 +94,6 @@ class StepListener(TrainerCallback):
         Args:
             batch: Collated micro-batch, on the device.
             inputs: Inputs of its loss.
-            output: Output of the student's forward.
         """
 
     def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool) -> None:

@@ -58,7 +58,6 @@ def build_lock(
     Args:
         teacher: Loaded teacher, its attention back end chosen; likewise `student`, before training.
         vocabulary: Tokenizer and chat template of the data.
-        rows: Tokenised training data.
         source: Hash of the data's source (a hub data set's fingerprint).
     """
     seed = recipe.train.seed
@@ -197,9 +196,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path
     """Check that a resumed run has the data and models that it began with; other versions are only logged.
 
     Args:
-        before: Content of lock.yaml.
         now: The same for the loaded data and models.
-        path: Path of lock.yaml.
 
     Raises:
         ValueError: Something differs; the message names the first difference.

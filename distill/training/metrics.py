@@ -68,7 +68,6 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Reset the sums and start the clock of a new interval."""
         precision = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(count_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
@@ -81,7 +80,6 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside from the interval."""
         start = time.perf_counter()
         try:
             with self.phases.measure(PAUSED):

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class TeacherPrefetcher(StepListener):
-    """Listener that has the teacher prefetch a step's micro-batches, where it does.
-
-    Args:
-        objective: Objective that holds the teacher.
-        trainer: Trainer of the student.
-    """
+    """Listener that has the teacher prefetch a step's micro-batches, where it does."""
 
     def __init__(self, objective: DistillationObjective, trainer: TransformersCompat) -> None:
         self.objective = objective
@@ -53,6 +48,7 @@ class TeacherPrefetcher(StepListener):
         """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use if they are final."""
         if not are_final or not self.objective.teacher.prefetch_depth:
             return batches
+        # each step of an epoch hands over the same iterator, and gets the wrapper that is ahead of it
         if self._epoch[0] is not batches:
             self._epoch = batches, self.objective.prefetch(batches, count)
         assert self._epoch[1] is not None
@@ -60,7 +56,6 @@ class TeacherPrefetcher(StepListener):
 
     @property
     def prefetch_enabled(self) -> bool:
-        """Return whether the next step's targets are computed before they are needed."""
         return self.objective.teacher.prefetch_depth > 0 and self.objective.needs_targets
 
     def batches_taken(self, batches: list[Collated], upcoming: Iterable[Collated]) -> None:
@@ -93,8 +88,10 @@ class TeacherPrefetcher(StepListener):
         trainer = self.trainer
         step = trainer.state.global_step
         folder = Path(trainer.args.output_dir or ".")
+        # all processes write a checkpoint together, so all must have agreed that they end here
         if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
             return error
+        # weights and optimizer are those of the last complete step: outputs were missing before the next one began
         if not (folder / f"{CHECKPOINT}{step}").is_dir():
             trainer.save_checkpoint()
         return TeacherUnavailableError(f"{error}; continue from step {step} with --resume")

@@ -130,7 +130,6 @@ class ProgressReport(StepListener):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Remove the bar at the end, also after an error or Ctrl-C."""
         try:
             yield
         finally:

@@ -28,7 +28,6 @@ class QuantiseCallback(StepListener):
     """Listener that gives the optimizer the master weights, and rounds them after each of its steps.
 
     Args:
-        weights: The student's quantised weights.
         trainer: Trainer of the student, which FSDP2 shards when training begins.
     """
 
@@ -82,7 +81,6 @@ def quantise_for_training(
 
     Args:
         trainer: Trainer with a float32 student on its device, which is sharded when training begins, if at all.
-        section: The recipe's `student.quantise`.
         rows: Tokenised training data, which GPTQ reads.
         resumed: A checkpoint will replace the weights: they are not rounded by GPTQ before.
 

@@ -39,8 +39,6 @@ class ResumePlan(NamedTuple):
     """Present recipe of a resumed run, compared with the recipe it has used so far.
 
     Attributes:
-        recipe: Present recipe.
-        path: Path of the run's recipe.yaml.
         changed: Settings that differ from that file.
         began: Settings that differ from the run's first recipe (lock.yaml, where it exists).
         processes: Number of processes of the run so far.
@@ -63,8 +61,6 @@ class ResumePlan(NamedTuple):
         """Return one line for each effect that a changed micro-batch size has on training all the same.
 
         Args:
-            arguments: Present training arguments.
-            student: Loaded student.
             rows: Number of rows of the training data.
 
         Raises:
@@ -96,16 +92,12 @@ class ResumePlan(NamedTuple):
 def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     """Check that `recipe` makes the remaining training steps of the run in `folder`, and return what changed.
 
-    Args:
-        recipe: Present recipe.
-        folder: Folder of the run.
-        processes: Present number of processes.
-
     Raises:
         ValueError: A setting changed that must not; the message names it, the old and the new value.
     """
     path = folder / RECIPE_FILE
     old = _where_it_lies(load(path), recipe, folder)
+    # both go the same way through text, so that only what the file would show counts as a change
     was = parse_yaml(dump(old), str(path))
     now = parse_yaml(dump(recipe), "recipe")
     changed = diff_settings(was, now)
@@ -117,6 +109,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
                 "setting, or start a new run with --name"
             )
     lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
+    # recipe.yaml has the changes of earlier resumes already: what is printed is the difference from the first start
     since_start = diff_settings(lock.get("recipe", was), now)
     began = [change for change in since_start if change.name in STEP or is_free(change.name)]
     began = [change for change in began if change.name != "output_dir"]
@@ -155,6 +148,7 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
     length = plan.recipe.data.max_length
     rows = rows_of_step(old, plan.processes)
     changes = train.batch_size != old.train.batch_size
+    # on other processes the same rows must still divide into whole micro-batches of the same size
     if plan.processes != processes and (changes or rows % (train.batch_size * processes)):
         raise ValueError(
             f"--resume: a step of this run has {rows} rows: expected train.batch_size {old.train.batch_size} on "
@@ -211,7 +205,6 @@ def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tupl
     """Lock the run's folder, and return what has changed since the run's start and the checkpoint to continue from.
 
     Args:
-        recipe: Present recipe.
         run_lock: Lock on the run's folder; the first process acquires it.
         unverified: Also continue from a checkpoint without a manifest.
 
@@ -219,6 +212,8 @@ def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tupl
         SystemExit: Code 0, where the run is finished.
     """
     folder = run_lock.folder
+    # The lock comes first: a run that is still alive could write the very checkpoint that is read next. One process
+    # validates, and all continue from what it found.
     if is_main_process():
         run_lock.acquire()
     resumed = resume_plan(recipe, folder, processes=world_size())

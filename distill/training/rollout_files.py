@@ -31,10 +31,7 @@ class StoredRollouts(StepListener):
     """Listener that writes the rollouts of every `every`-th optimizer step.
 
     Args:
-        folder: Folder of the run.
         every: Steps from one file to the next.
-        tokenizer: Tokenizer of the data.
-        routes: Routes of the teacher.
     """
 
     def __init__(self, folder: Path, every: int, tokenizer: Any, routes: Sequence[str]) -> None:
@@ -46,7 +43,6 @@ class StoredRollouts(StepListener):
         self._rows: list[dict[str, object]] = []
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Start recording if the step after `state.global_step` is to be written."""
         self.is_open = (state.global_step + 1) % self.every == 0
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
@@ -112,7 +108,6 @@ class StoredRollouts(StepListener):
         return texts | {"turns": turns, "prompt_ids": prompt, "answer_ids": answer, "positions": positions}
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Write the recorded rollouts of all processes, sorted."""
         if not self.is_open:
             return
         rows = gather_object(self._rows)

@@ -54,7 +54,6 @@ class StepGuard(StepListener):
 
     Args:
         reduce: Function that sums a tensor over the ranks.
-        ranks: Number of ranks.
         folder: Folder for the saved batch.
         limit: Number of consecutive steps that may be skipped.
         diagnose: Function from a step's batches to a description of what is not finite in the teacher, None where all
@@ -107,6 +106,7 @@ class StepGuard(StepListener):
         with self.stop_on_signals():
             yield
         assert self._state is not None
+        # a signal in the last step stops nothing: that run is complete, and its results are written
         if self._state.global_step >= self._state.max_steps:
             self.check_learning(self._state.global_step)
         elif self.interrupted:
@@ -122,7 +122,6 @@ class StepGuard(StepListener):
         self.before_step(kwargs["model"], kwargs["optimizer"], state.global_step + 1)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Log, save and stop where a signal requested that."""
         if self.stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
 
@@ -336,6 +335,8 @@ def clip_in_optimizer(parameters: Sequence[torch.Tensor], optimizer: Any, most: 
     if not able:
         return None
     norm = norm_of(parameters)
+    # FusedAdamW divides each gradient by this as it reads it; a norm below `most` gives 1. Nothing waits for the norm.
+    # The small term is that of PyTorch's clip_grad_norm_.
     inner.grad_scale = ((norm.float() + 1e-6) / most).clamp_min(1.0)
     return norm
 

@@ -45,8 +45,6 @@ def training_listeners(
     """Return the listeners of every trainer, in their order: the guard's signal handlers are the outermost context.
 
     Args:
-        trainer: Trainer of the student.
-        objective: Objective of the trainer.
         loss: Loss that the objective was made with, which may have a schedule.
 
     Raises:
@@ -88,12 +86,8 @@ def run_listeners(
     """Return the listeners of a recipe's run beside those of every trainer.
 
     Args:
-        trainer: Trainer of the student.
-        objective: Objective of the trainer.
-        recipe: Recipe of the run.
         pair: Teacher and student, with our kernels in them.
         rollouts: Rollouts that training is on; None for the data's own responses.
-        run_lock: Lock on the run's folder.
     """
     folder = run_lock.folder
     section = recipe.data.on_policy
@@ -172,12 +166,7 @@ class TrainingMetrics(StepListener):
 
 
 class TeacherUpdates(StepListener):
-    """Listener that updates a moving-average teacher, and saves what training changes in a teacher.
-
-    Args:
-        trainer: Trainer of the student.
-        objective: Objective that holds the teacher.
-    """
+    """Listener that updates a moving-average teacher, and saves what training changes in a teacher."""
 
     def __init__(self, trainer: TransformersCompat, objective: DistillationObjective) -> None:
         self.args = trainer.args
@@ -208,7 +197,6 @@ class CachedModules(StepListener):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Drop the lists at the end, also after an error."""
         try:
             yield
         finally:
@@ -220,12 +208,7 @@ class CachedModules(StepListener):
 
 
 class RolloutBatches(StepListener):
-    """Listener that replaces responses of a step's micro-batches by the student's rollouts.
-
-    Args:
-        rollouts: Generates the rollouts.
-        trainer: Trainer of the student.
-    """
+    """Listener that replaces responses of a step's micro-batches by the student's rollouts."""
 
     replaces_batches = True
 
@@ -239,11 +222,9 @@ class RolloutBatches(StepListener):
         return self.rollouts.epoch(batches)
 
     def replace(self, batches: list[Collated], step: int, following: int) -> list[Collated]:
-        """Return the micro-batches with rollouts by the present student."""
         return self.rollouts.replace(batches, step, self.trainer.data_collator, following)
 
     def upcoming(self) -> Iterable[Collated]:
-        """Return the micro-batches of later steps whose rollouts are there."""
         return self.rollouts.upcoming_batches(self.trainer.data_collator)
 
     def metrics(self) -> dict[str, float]:

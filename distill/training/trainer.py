@@ -108,6 +108,7 @@ class DistillationTrainer(TransformersCompat):
         if device.type != "meta" and device != args.device:
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
+        # the objective, made of both models, has the teacher in its final form, and with it the columns that it reads
         self.data_collator = replace(collator, columns=(*self.objective.teacher.columns, *batch_columns))
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
@@ -126,6 +127,8 @@ class DistillationTrainer(TransformersCompat):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return the micro-batch's summed loss, divided by the step's token count, times the number of ranks."""
+        # The targets go into the student's forward with its inputs: the loss is computed at the student's head, chunk
+        # by chunk, so that the logits of a batch never exist together.
         with self.listeners.phase("teacher"):
             student_inputs = self.objective.student_inputs(inputs, num_items_in_batch)
         output = model(**student_inputs)
@@ -154,6 +157,8 @@ class DistillationTrainer(TransformersCompat):
             return [], None
         if self._needs_rewards and not any(each.provides_rewards for each in self.listeners):
             raise ValueError("loss.terms: a reward needs a callback of RolloutBatches with rewards; got none")
+        # `Trainer` calls this once per optimizer step, before any of its micro-batches runs: here alone the whole step
+        # is known, and its divisor can be counted.
         step = self.state.global_step
         are_final = not any(each.replaces_batches for each in self.listeners)
         self.listeners.notify(StepListener.begin_step, step)
@@ -163,6 +168,7 @@ class DistillationTrainer(TransformersCompat):
         if batches and not are_final:
             for each in self.listeners:
                 batches = each.replace(batches, step, self.state.max_steps - step - 1)
+            # counted again: a rollout has other trained tokens than the response in whose place it stands
             count = self._get_num_items_in_batch(batches, device)
         upcoming = itertools.chain.from_iterable(self.listeners.notify(StepListener.upcoming))
         self.listeners.notify(StepListener.batches_taken, batches, upcoming)
@@ -217,6 +223,7 @@ class DistillationTrainer(TransformersCompat):
         raise ValueError("predict: no logits are computed; for metrics use evaluate(rows, metric_key_prefix='test')")
 
     def _held_out(self, batches: Any) -> dict[str, float]:
+        # in training the wrapper, whose forward gathers the weights that FSDP has sharded
         model = self.model_wrapped if self.is_in_train else self.model
         objective = self.objective
         training = model.training
@@ -224,6 +231,8 @@ class DistillationTrainer(TransformersCompat):
         sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
         with self.compute_loss_context_manager():
             for batch in self.objective.prefetch(batches):
+                # num_items 1 leaves sums, which add up over batches and ranks of any size; they are divided once, at
+                # the end
                 inputs = self._prepare_inputs(batch)
                 output = model(**objective.student_inputs(inputs, num_items=1))
                 more = torch.stack([output["loss"].double(), count_trained_tokens(inputs).double()])

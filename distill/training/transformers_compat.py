@@ -89,11 +89,9 @@ class TransformersCompat(Trainer):
         return self._corrected(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return `Trainer`'s loader without the rows that it repeats at the end over several processes."""
         return self._corrected(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return `Trainer`'s loader without the rows that it repeats at the end over several processes."""
         return self._corrected(super().get_test_dataloader(test_dataset))
 
     def _corrected(self, loader: Any) -> Any:
@@ -197,6 +195,7 @@ class TransformersCompat(Trainer):
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
+            # every process may write from here on, since the folder is there and empty
             self._checkpoint_folder = str(unfinished)
             self.args.save_total_limit = None  # `Trainer` would delete old ones before the new one has its name
             try:
@@ -206,15 +205,20 @@ class TransformersCompat(Trainer):
                 self._checkpoint_folder = None
                 self.args.save_total_limit = limit
             self.accelerator.wait_for_everyone()
+            # All files of all processes are there. The best checkpoint may be this one: its state file then names the
+            # temporary folder. The manifest comes last, since it holds the checksum of that file.
             if self.state.best_model_checkpoint == str(unfinished / name):
                 self.state.best_model_checkpoint = str(folder / name)
                 if self.args.should_save:
                     self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))
             if self.args.should_save:
                 if (folder / name).exists():
+                    # A run that was resumed from an older checkpoint reaches this step again. A folder that is not
+                    # empty cannot be replaced, so the old one is moved away first.
                     os.replace(folder / name, unfinished / "replaced")
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
+                # the new name must be on the disk before an older checkpoint goes
                 sync(folder, deep=False)
                 rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -229,6 +233,7 @@ def begin_above_zero(scheduler: LRScheduler, steps: int) -> None:
     if not isinstance(scheduler, LambdaLR) or steps == 0:
         return
     scheduler.lr_lambdas = [_one_step_ahead(factor, steps) for factor in scheduler.lr_lambdas]
+    # the scheduler has set the first rates by the old factors when it was made
     rates = [base * factor(0) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     scheduler._last_lr = rates
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
@@ -236,6 +241,7 @@ def begin_above_zero(scheduler: LRScheduler, steps: int) -> None:
 
 
 def _one_step_ahead(factor: Callable[[int], float], steps: int) -> Callable[[int], float]:
+    # a bool counts as 1: one step ahead in the warm-up, unchanged after it
     return lambda step: factor(step + (step < steps))
 
 

@@ -47,6 +47,7 @@ class UntrainedWeights:
     @torch.no_grad()
     def _exchange(self, student: nn.Module) -> None:
         for tensor, copied in zip(_changed_by_training(student), self._copies, strict=True):
+            # one tensor at a time: beside the copies the host holds no more than the largest tensor
             present = tensor.to("cpu", copy=True)
             tensor.copy_(copied)
             copied.copy_(present)
@@ -72,6 +73,8 @@ def must_measure_first(trainer: DistillationTrainer) -> bool:
     import psutil  # comes with accelerate
 
     size = world_size() * sum(tensor.nbytes for tensor in _changed_by_training(trainer.model))
+    # The first process decides for all: each would find another amount of free memory, and the measurement has
+    # collectives that all must enter.
     is_large = broadcast_from_rank0(lambda: size > MEMORY_SHARE * psutil.virtual_memory().available)
     if is_large and is_main_process():
         log.warning("the student is measured before the first step, since %.0f GiB for copies are not free", size / GIB)
