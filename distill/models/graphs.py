@@ -226,7 +226,6 @@ class _Captured:
             self.outputs = [output.detach() for output in outputs]
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the hidden states and the recorded states of a batch."""
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.inputs[name].copy_(tensor)

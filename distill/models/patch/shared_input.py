@@ -67,7 +67,6 @@ class SharedInput:
         return outputs, read
 
     def close(self, returned: bool) -> None:
-        """Drop what is left."""
         self.outputs.drop()
         self.wasted = self.wasted or (returned and self.outputs.wasted)
         self.is_open = False
@@ -96,7 +95,6 @@ def siblings_of(module: nn.Module) -> SharedInput | None:
 
 
 def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Replacement of a sibling projection's forward."""
     if not torch.compiler.is_compiling():
         group = self.__dict__[GROUP]
         if group.is_open and (group.joined or torch.is_grad_enabled()):

@@ -80,7 +80,6 @@ class WidthLayout(NamedTuple):
     mlps: Mapping[str, Columns]
 
     def layer_of(self, name: str) -> int | None:
-        """Return the number of the layer that a parameter belongs to; None outside of them."""
         found = re.match(re.escape(self.prefix) + r"(\d+)\.", name)
         return None if found is None else int(found[1])
 

@@ -104,14 +104,12 @@ class SeveralTeachers(Teacher):
         )
 
     def parts(self) -> list[InnerTeacher]:
-        """Return the members, each with its columns of a batch."""
         return [
             InnerTeacher(member, self.prefix_of(number), functools.partial(self.member_batch, number))
             for number, member in enumerate(self.members)
         ]
 
     def prefix_of(self, number: int) -> str:
-        """Return the prefix of the columns that a member's models read."""
         return ""
 
     def member_batch(self, number: int, batch: Batch) -> Batch | None:

@@ -170,7 +170,6 @@ class Servers:
                 future.set_exception(error)
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Return an answer's body as bytes; see `fetch`."""
         return self.fetch(method, path, body).numpy().tobytes()
 
     def fetch(self, method: str, path: str, body: bytes | None = None, kind: str = BINARY) -> torch.Tensor:
@@ -264,7 +263,6 @@ class Servers:
     def _exchange(
         self, url: str, method: str, path: str, body: bytes | None, kind: str, seconds: float
     ) -> tuple[urllib3.BaseHTTPResponse, torch.Tensor]:
-        """Send a request over a pooled connection or a new one; return the response and its whole body."""
         response = self._pools.urlopen(
             method,
             url.rstrip("/") + path,

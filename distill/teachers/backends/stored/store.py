@@ -385,7 +385,6 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
-    """Return the stored tensors of no positions."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":
         tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}

@@ -315,7 +315,6 @@ class StoredTeacher(Teacher):
         self.store.flush()
 
     def close(self) -> None:
-        """Stop reading, wait for the part that is being written, and close the teacher."""
         self._pool.shutdown(cancel_futures=True)
         self.store.finish_writing()
         super().close()

@@ -48,7 +48,6 @@ class TwoPrompts(NamedTuple):
     message: int
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of `ContextEncoder.columns`."""
         return {"input_ids": self.ids, "labels": self.labels, "teacher_input_ids": self.teacher_ids}
 
 
@@ -189,7 +188,6 @@ class ContextEncoder(Encoder):
         )
 
     def _per_turn(self) -> ChatOptions:
-        """Return options with an example per turn."""
         return self.options if self.options.train_on == "last" else self.options._replace(train_on="each")
 
     def _teacher_chat(self, sample: ConversationSample, asked: ConversationSample, made: TrainingChat) -> TrainingChat:
