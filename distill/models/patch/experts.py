@@ -322,7 +322,7 @@ def block_form(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
 
 
 def block_forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Replacement of such a block's forward, with the residual added in the sum over a token's experts."""
+    """The residual is added in the sum over a token's experts."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     _, weights, index = self.gate(x)
     flat = None if residual is None else residual.reshape(x.shape)

@@ -192,7 +192,7 @@ def two_products(module: nn.Module) -> tuple[str, str] | None:
 
 
 def bias_gelu_forward(names: tuple[str, str], approximate: Literal["none", "tanh"]) -> Callable[..., torch.Tensor]:
-    """Replacement of such an MLP's forward; a wrapped projection (an adapter) runs its own forward."""
+    """A wrapped projection (an adapter) runs its own forward."""
     up_name, down_name = names
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

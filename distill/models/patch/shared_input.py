@@ -105,7 +105,7 @@ def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def sharing_forward(module: nn.Module) -> Callable[..., object]:
-    """Replacement of the forward of a module with such projections: runs it with its group open."""
+    """Run the module's own forward with its group of projections open."""
     inner: Callable[..., object] = module.forward.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(inner)

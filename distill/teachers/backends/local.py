@@ -178,7 +178,7 @@ class LocalPlan(TeacherPlan):
         return LoadedTeacher(model, field=self.field, tokenizer=tokenizer)
 
     def load(self, context: LoadContext) -> Any:
-        """Load the model as its section and the placement require; a sharded model is patched before it is sharded."""
+        """A sharded model is patched before it is sharded."""
         device = context.device
         dtype = context.precision.teacher
         if context.placement.teacher_sharded:

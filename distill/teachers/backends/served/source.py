@@ -77,7 +77,7 @@ class ServerPlan(TeacherPlan):
                 (folder / TEACHER / name if name == CONFIG else folder / name).write_text(text, encoding="utf-8")
 
     def maker(self) -> dict[str, object]:
-        """Return the served teacher's identity, as `teacher_identity` does, and the dtype of its layers."""
+        """The identity has the dtype of the layers, too."""
         if self.is_vllm:
             unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}

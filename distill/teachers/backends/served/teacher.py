@@ -140,7 +140,7 @@ class ServerTeacher(Teacher):
         return f"{values} from {', '.join(self.section.urls)}"
 
     def cut_student(self, request: CutRequest) -> CutStudent:
-        """Return a student cut from the model that the recipe names beside the server, which is loaded for that."""
+        """The model that the recipe names beside the server is loaded for that."""
         model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
         return cut_from(model, request)
 
