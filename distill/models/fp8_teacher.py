@@ -85,7 +85,6 @@ def quantise_part(model: nn.Module, part: ModelPart) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def in_fp8(model: nn.Module, part: ModelPart) -> Iterator[None]:
-    """Inside, a part's linear layers are in fp8."""
     before = quantise_part(model, part)
     try:
         yield

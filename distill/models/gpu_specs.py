@@ -117,7 +117,6 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def family_in(device: torch.device) -> str | None:
-    """The family of a CUDA device of this machine; None for a CPU."""
     return device_facts(device).family if device.type == "cuda" else None
 
 

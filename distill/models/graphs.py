@@ -131,6 +131,7 @@ class _GraphedDecoder:
         if self._captures:
             return self.launched(*args, **kwargs)
         right_mode = self.trains == torch.is_grad_enabled() and self.trains == self.decoder.training
+        # while a backward is to come, a replay would overwrite its activations: all graphs share their memory
         if args or not right_mode or not graphs.enabled or graphs.awaits_backward or self.name in graphs.refused:
             return self.launched(*args, **kwargs)
         tensors = {key: value for key, value in kwargs.items() if isinstance(value, torch.Tensor)}
@@ -143,6 +144,8 @@ class _GraphedDecoder:
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             recorder and (recorder.outputs, recorder.attention),
         )
+        # the first call of a shape is launched: one that comes once only, such as an epoch's last batch, is not
+        # captured
         if key not in self._captured:
             if len(self._captured) < SHAPES:
                 self._captured[key] = None
@@ -217,6 +220,7 @@ class _Captured:
                     self.has_gradient = [output.requires_grad for output in outputs]
                     if trains:
                         differentiated = [output for output in outputs if output.requires_grad]
+                        # made outside of the capture: inputs of the backward's graph, filled before each replay
                         self.upstream = [torch.empty_like(output) for output in differentiated]
                         with self._capturing(self.backward):
                             gradients = torch.autograd.grad(
@@ -226,7 +230,6 @@ class _Captured:
             self.outputs = [output.detach() for output in outputs]
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the hidden states and the recorded states of a batch."""
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.inputs[name].copy_(tensor)
@@ -243,6 +246,7 @@ class _Captured:
     def keep_gradients_in_use(self) -> None:
         """Copy the parameters' gradients that lie in the graph's memory."""
         pairs = zip(self.parameters, self.gradients, strict=True)
+        # those whose `grad` is the very view that was handed out; an optimizer that set it to None has no use for it
         used = [
             p
             for p, own in pairs
@@ -292,6 +296,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.captured = captured
+        # lives in autograd's node: gone with the backward, and also where a loss is dropped without one
         ctx.alive = _Forward()
         captured.graphs._unfinished = weakref.ref(ctx.alive)
         outputs = captured.run_forward()
@@ -312,6 +317,7 @@ class _Replay(torch.autograd.Function):
         given = [gradient for gradient, has in zip(upstream, captured.has_gradient, strict=True) if has]
         foreach_copy_(captured.upstream, given)
         captured.graphs.replay(captured.backward)
+        # the gradients lie in the pool: the next replay, of whatever graph, copies those that are still in use
         captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy
         return None, *(None if gradient is None else gradient.detach() for gradient in captured.gradients)

@@ -49,7 +49,6 @@ class MetaModel:
 
     @functools.cached_property
     def flops(self) -> FlopCounts | None:
-        """FLOPs of the model; None where they are unknown."""
         return count_flops(self.model, trains=self.trains)
 
 

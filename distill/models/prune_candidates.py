@@ -77,7 +77,6 @@ def parameters_share(config: PreTrainedConfig) -> Cost:
 
 
 def check_share(share: float) -> None:
-    """Raise ValueError for a share of the cost that is not between 0 and 1."""
     if not 0 < share < 1:
         raise ValueError(f"--to: expected a fraction of the teacher between 0 and 1, got {share:g}")
 

@@ -38,7 +38,6 @@ def quantisation_of(config: Any) -> Mapping[str, Any] | None:
 
 
 def method_of(found: Mapping[str, Any]) -> str:
-    """The method's name, such as gptq."""
     method = found.get("quant_method")
     return str(getattr(method, "value", method) or "bitsandbytes")
 

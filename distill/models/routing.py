@@ -57,7 +57,6 @@ def routing_of(text: PreTrainedConfig) -> Routing | None:
 
 
 def check_experts(count: int, text: PreTrainedConfig) -> None:
-    """Raise ValueError where routing does not work with so many experts of each layer."""
     routing = routing_of(text)
     if routing is None:
         raise ValueError(

@@ -34,7 +34,6 @@ class Placement(NamedTuple):
 
     @property
     def student_sharded(self) -> bool:
-        """Return whether the student is sharded by FSDP2."""
         return self.student == "fsdp"
 
     @property
@@ -45,7 +44,6 @@ class Placement(NamedTuple):
 
     @property
     def teacher_text(self) -> str:
-        """Return how the devices hold the teacher."""
         return "teacher sharded (FSDP2)" if self.teacher_sharded else "teacher copied"
 
     def __str__(self) -> str:

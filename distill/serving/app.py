@@ -115,7 +115,6 @@ def make_app(engine: ServingEngine, token: str | None, limits: RequestLimits) ->
 
 
 def error_response(status: int, message: str, **headers: str) -> JSONResponse:
-    """Return an error as JSON of one line."""
     text = " ".join(message.encode("utf-8", "replace").decode().split())
     return JSONResponse({"error": text}, status, headers)
 

@@ -63,6 +63,7 @@ def most_connections() -> int:
     if resource is None:
         return MOST_OPEN
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # at its limit of open files a process can accept no connection, not even to refuse it
     most = MOST_OPEN if soft == resource.RLIM_INFINITY else min(soft - RESERVED_FILES, MOST_OPEN)
     if most < LEAST_OPEN:
         raise ValueError(
@@ -104,6 +105,7 @@ class Protocol(H11Protocol):
         """Count the connection; at the maximum number, the one that has waited longest for a request makes room."""
         self._socket_transport = transport
         if len(self.config.open) >= self.config.most:
+            # connections without a response yet go first: who only opens connections cannot push out a client at work
             longest = next((next(iter(waiting)) for waiting in self.config.waiting if waiting), None)
             if longest is None:
                 self.drop()

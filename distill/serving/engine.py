@@ -154,6 +154,7 @@ class ServingEngine:
         self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
         if teacher.is_collective():
             self.forward = self._forward_together
+            # FSDP2 makes its streams in the first forward: only after it can the head be gathered alone, as below
             self.forward({"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=teacher.model.device)})
         with teacher.hidden.head.open() as (weight, bias, _):
             weight = weight.detach()
@@ -233,6 +234,7 @@ class ServingEngine:
 
     def hidden(self, jobs: Sequence[RowsRequest]) -> list[torch.Tensor]:
         """Compute the hidden states [M, H] of each job's rows (or logits [M, V], if requested) in one forward."""
+        # alone: exactly the rows of the request, whose sums no other request's documents change
         return [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
 
     def _forward_together(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

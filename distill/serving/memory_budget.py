@@ -24,7 +24,6 @@ class MemoryBudget:
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
     def try_take(self, size: int) -> bool:
-        """Take `size` bytes; return False where there is no room."""
         if not self._fits(size):
             return False
         self.held += size

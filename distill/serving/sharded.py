@@ -56,6 +56,7 @@ class ShardedEngine(ServingEngine):
         self.identity.notes["processes"] = self.forwards
         self.error: str | None = None
         self._end: Callable[[], None] = lambda: None
+        # a group of its own, on the CPU: the others wait in it for the next step without a time limit, and no GPU spins
         self._steps = dist.new_group(backend="gloo", timeout=IDLE)
 
     def _broadcast(self, step: Step | None) -> Step | None:
@@ -80,6 +81,8 @@ class ShardedEngine(ServingEngine):
         found: dict[int, torch.Tensor] = {}
         try:
             if shares.jobs:
+                # The forward gathers weights from all processes, so each of them computes one now, of padding where it
+                # has no jobs. This one does its own share first: the others have theirs when it is done.
                 self._broadcast(shares.jobs)
                 for rank, share in enumerate(shares.jobs):
                     parts = self._part(share) if rank == 0 else self._received(rank, share)
@@ -143,6 +146,7 @@ class ShardedEngine(ServingEngine):
                 raise SystemExit(1) from error
             if step is None:
                 return
+            # all compute logits, or none: a forward with logits gathers the head, too, on every process
             share = step[rank] if rank < len(step) else []
             rows = self._part(share, step[0][0].options.logits)
             if share:

@@ -65,6 +65,7 @@ class Shares:
         if place and (job.options.logits or self.jobs[0][0].options.logits):
             return False
         if place == self._most:
+            # no pass is left to begin: the job goes where most room is
             place = max(range(place), key=self._room.__getitem__)
             if job.alone or size > self._room[place]:
                 return False
@@ -134,6 +135,7 @@ class Worker:
                 raise Full(30.0)
             if self._jobs and self._tokens + size > self._most:
                 speed = self.served["tokens"] / max(self.served["seconds"], 1e-9) or 1.0
+                # the client comes back when about half of the queue has been computed, at the speed so far
                 raise Full(min(max(self._tokens / speed / 2, 0.1), 60.0))
             future: Future[RowTargets] = Future()
             self._jobs.append((job, future))
@@ -207,6 +209,7 @@ class Worker:
         except Exception as error:  # an error of one forward pass fails its requests, not the server
             self._fail(taken, error)
             return None
+        # time to launch the next: when this pass ends at the rate so far, less what a launch takes
         return _Forward(taken, answers, tokens, begun, max(begun, self._ended) + tokens * self._each - LAUNCH_SECONDS)
 
     def _fail(self, taken: Sequence[_Asked], error: Exception) -> None:

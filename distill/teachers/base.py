@@ -170,7 +170,7 @@ class Teacher:
         Args:
             batch: Batch of the teacher's collator.
             student: Student for comparison; None where it reads other tokens than the teacher.
-            pairing: Alignment of the student's logits with the targets.
+            alignment: Alignment of the student's logits with the targets.
         """
         lines: list[str] = []
         for teacher, own in self.parts_of(batch):

@@ -41,7 +41,6 @@ def diagnose_teacher(objective: DistillationObjective, batches: Iterable[Batch])
 
 
 def _tensors(targets: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a teacher's targets, of any format."""
     if isinstance(targets, torch.Tensor):
         if targets.is_floating_point():
             yield targets

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def patch_model(model: nn.Module, role: Role, attention: str | None) -> PatchReport:
-    """Install our kernels in a model; rows of a teacher's gate and up weights alternate."""
+    """Of a teacher, the rows of the gate and up weights alternate afterwards."""
     report = patch(model, role, attention=attention)
     if role == "teacher":
         report.swapped.update(interleave(model))

@@ -104,7 +104,6 @@ class StudentForward(Swap):
         return None
 
     def swap(self, module: nn.Module) -> None:
-        """Put our forward around the model's."""
         objective = self.objective
         before = module.__dict__.get("forward")
 
@@ -192,7 +191,6 @@ class DistillationObjective:
             self.layers.detach()
 
     def watch(self, watcher: LossWatcher) -> None:
-        """Have a watcher see each loss from now on."""
         self._watcher = watcher
 
     def use(self, loss: TargetLoss) -> None:
@@ -285,7 +283,6 @@ class DistillationObjective:
 
     @property
     def measure(self) -> DivergenceUnit:
-        """Name, unit and key of the reported divergences."""
         return self.teacher.format.properties.measure
 
     @property

@@ -78,7 +78,6 @@ class Vocabulary:
 
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
-        """Chat template of the data; None for random tokens, and where there is none."""
         return None if self.tokenizer is None else template_of(self.recipe.data, self.tokenizer)
 
     def tokenizers(self) -> list[Any] | None:
@@ -106,7 +105,6 @@ class Vocabulary:
         return self
 
     def read(self, data: Data, seed: int) -> Splits:
-        """Return training and held-out rows."""
         if self._reader is not None:
             return self._reader(data, seed)
         return load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)

@@ -45,7 +45,6 @@ class DocumentRope(Swap):
         self.survives_unpatch = survives_unpatch
 
     def applies(self, module: nn.Module) -> str | None:
-        """Return None for a rotary embedding of LongRoPE that does not go by documents yet."""
         return None if _is_long(module) and MARK not in module.__dict__ else OTHER
 
     def swap(self, module: nn.Module) -> None:

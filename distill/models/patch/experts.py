@@ -50,7 +50,6 @@ class ExpertsForm(NamedTuple):
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Return whether a module holds the gate, up and down projections of several experts."""
     held = [module._parameters.get(name) for name in EXPERT_WEIGHTS]
     return all(weight is not None and weight.dim() == 3 for weight in held)
 
@@ -144,7 +143,6 @@ def _fits_grouped_mm(weight: torch.Tensor) -> bool:
 
 
 def _with_few_experts(module: Any) -> Any:
-    """Return a copy of a module of experts that holds the first of them alone."""
     small = copy.copy(module)
     small.__dict__["_parameters"] = {
         name: None if p is None else nn.Parameter(p.detach()[:TRIAL_EXPERTS].clone(), p.requires_grad)
@@ -324,7 +322,7 @@ def block_form(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
 
 
 def block_forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Replacement of such a block's forward, with the residual added in the sum over a token's experts."""
+    """The residual is added in the sum over a token's experts."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     _, weights, index = self.gate(x)
     flat = None if residual is None else residual.reshape(x.shape)

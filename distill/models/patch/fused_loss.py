@@ -292,7 +292,6 @@ def _versions(head: StudentHead) -> list[int]:
 
 
 def log_once(logged: set[str], key: str, message: str, *values: object) -> None:
-    """Log a warning the first time that `key` comes."""
     if key not in logged:
         logged.add(key)
         log.warning(message, *values)
@@ -305,7 +304,6 @@ class FusedLosses(Swap):
     fused: FusedLoss | None = None
 
     def applies(self, module: PreTrainedModel) -> str | None:  # type: ignore[override]
-        """Compare the losses of four tokens."""
         if any(parameter.is_meta for parameter in module.parameters()):
             return "no weights to try it on"
         try:

@@ -123,7 +123,6 @@ RMS_NORM = ModulePattern(
 
 
 def gated_names(module: nn.Module) -> GatedNames | None:
-    """Return the names of a gated MLP's projections; None for another module."""
     for names in GATED_MLPS:
         if all(isinstance(getattr(module, name, None), nn.Module) for name in names if name):
             return names
@@ -143,7 +142,6 @@ def gated_activation(module: nn.Module, *, gradients: bool, **_: object) -> str 
 
 
 def gated_forward(names: GatedNames, activation: str) -> Callable[..., Any]:
-    """Replacement of a gated MLP's forward."""
     gate_name, up_name, down_name = names
     gated = ACTIVATIONS[activation]
 
@@ -171,7 +169,6 @@ GATED_MLP = ModulePattern(
 
 
 def gelu_of(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
-    """Return which GELU an MLP with two products has."""
     names = two_products(module)
     assert names is not None
     weight = getattr(module, names[0]).weight
@@ -195,7 +192,7 @@ def two_products(module: nn.Module) -> tuple[str, str] | None:
 
 
 def bias_gelu_forward(names: tuple[str, str], approximate: Literal["none", "tanh"]) -> Callable[..., torch.Tensor]:
-    """Replacement of such an MLP's forward; a wrapped projection (an adapter) runs its own forward."""
+    """A wrapped projection (an adapter) runs its own forward."""
     up_name, down_name = names
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

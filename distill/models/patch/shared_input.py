@@ -67,7 +67,6 @@ class SharedInput:
         return outputs, read
 
     def close(self, returned: bool) -> None:
-        """Drop what is left."""
         self.outputs.drop()
         self.wasted = self.wasted or (returned and self.outputs.wasted)
         self.is_open = False
@@ -96,7 +95,6 @@ def siblings_of(module: nn.Module) -> SharedInput | None:
 
 
 def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Replacement of a sibling projection's forward."""
     if not torch.compiler.is_compiling():
         group = self.__dict__[GROUP]
         if group.is_open and (group.joined or torch.is_grad_enabled()):
@@ -107,7 +105,7 @@ def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def sharing_forward(module: nn.Module) -> Callable[..., object]:
-    """Replacement of the forward of a module with such projections: runs it with its group open."""
+    """Run the module's own forward with its group of projections open."""
     inner: Callable[..., object] = module.forward.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(inner)

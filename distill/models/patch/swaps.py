@@ -150,7 +150,6 @@ class RecognisedSwap(Swap):
 
 
 def epsilon_of(module: nn.Module) -> float | None:
-    """Return the epsilon of a norm; None where it has none."""
     for name in EPSILONS:
         if isinstance(value := getattr(module, name, None), float):
             return value

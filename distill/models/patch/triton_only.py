@@ -20,7 +20,6 @@ from distill.models.patch.swaps import PatchReport
 
 
 def linear_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Forward of a linear layer by a Triton GEMM."""
     return triton_linear(x, self.weight, self.bias)
 
 

@@ -119,7 +119,6 @@ def _gains(group: Sequence[nn.Linear]) -> bool:
 
 
 def _projects_in_fp8(mlp: nn.Module) -> bool:
-    """Return whether the projections of a gated MLP all compute in fp8."""
     parts: list[Any] = [getattr(mlp, name, None) for name in SEPARATE_GATED]
     return all(isinstance(part, nn.Module) and FP8_GROUP in part.__dict__ for part in parts)
 

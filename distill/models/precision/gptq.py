@@ -86,10 +86,13 @@ def compensate(weight: torch.Tensor, hessian: torch.Tensor, form: NumberFormat, 
         for part in form.snap(scales)
     )
     assert steps is not None
+    # formats with minima store `code * step - minimum`: with the minimum added, rounding is to multiples of the step
     if minima is not None:
         w += minima
     inverse = torch.where(steps == 0, 0.0, 1.0 / steps)
     upper = _inverse_factor(hessian[order][:, order])
+    # A column's error moves the rest of its block at once. What follows the block is moved once for all its columns, by
+    # one product: column by column each would read and write the whole matrix.
     for start in range(0, w.shape[1], COLUMNS):
         end = min(start + COLUMNS, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
@@ -100,6 +103,7 @@ def compensate(weight: torch.Tensor, hessian: torch.Tensor, form: NumberFormat, 
             if j + 1 < end:
                 w[:, j + 1 : end] -= errors[:, j - start, None] * upper[j, j + 1 : end]
         w[:, end:] -= errors @ upper[start:end, end:]
+    # columns as they were; they are not rounded yet: `w` stopped moving at each column just before it was rounded
     back = torch.empty_like(w)
     back[:, order] = w if minima is None else w - minima
     return back
@@ -179,6 +183,7 @@ class _Calls:
                     f"student.quantise.start: expected finite hidden states of calibration rows, got NaN or infinity "
                     f"from decoder layer {number - 1}: the model is damaged, or its weights are too large"
                 )
+            # layers are run one after another below, so that each must get exactly what the one before returned
             elif self._outputs is None or not torch.equal(given, self._outputs) or len(args) > 1:
                 raise ValueError(
                     "student.quantise.start: gptq needs decoder layers that hand hidden states from one to the next; "
@@ -236,6 +241,7 @@ def round_weights(
                 for name in group.linears:
                     wanted[name].weight.copy_(found[name].values())
                     found[name] = found[name].on_host()
+            # once more, with the rounded weights: these are the inputs of the next layer
             for row, hidden in enumerate(calls.hidden):
                 calls.hidden[row] = _first(layer(hidden, **calls.arguments[row][number]))
     return found
@@ -250,6 +256,8 @@ def _groups_of(layer: nn.Module, wanted: Mapping[str, nn.Linear], calls: _Calls,
     def hook(name: str) -> Callable[..., None]:
         def see(linear: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             assert isinstance(linear, nn.Linear)
+            # siblings (queries, keys, values) are called with one and the same tensor; the first one adds its products
+            # for all
             if not last or args[0] is not last[0][0]:
                 last[:] = [(args[0], name)]
             if name not in leader:

@@ -108,6 +108,7 @@ class LayerStreamer:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             for block in self.blocks:
+                # the allocator gives the memory to nobody else while a copy into it is under way
                 block.record_stream(self.stream)
             self._pin()
 
@@ -127,6 +128,7 @@ class LayerStreamer:
         """Put layer `number` on the device and set the next one off; after the last comes the first."""
         if self.at is not None:  # a forward pass that an exception ended
             self.take_back(self.at)
+        # the first call, or one out of turn: otherwise the layer before has begun this layer's copy
         if number not in self.holds:
             self._send(number, 0)
         block = self.holds.index(number)
@@ -135,6 +137,8 @@ class LayerStreamer:
         for parameter, view in zip(self.parameters[number], self.arrived[number][block], strict=True):
             parameter.data = view
         self.at = number
+        # The other block held the layer before, whose kernels are all queued by now, so `_send` waits for those and not
+        # for this layer's, which are not queued yet: the copy runs beside them.
         following = (number + 1) % len(self.host)
         if following not in self.holds:
             self._send(following, 1 - block)

@@ -80,7 +80,6 @@ class WidthLayout(NamedTuple):
     mlps: Mapping[str, Columns]
 
     def layer_of(self, name: str) -> int | None:
-        """Return the number of the layer that a parameter belongs to; None outside of them."""
         found = re.match(re.escape(self.prefix) + r"(\d+)\.", name)
         return None if found is None else int(found[1])
 
@@ -181,6 +180,8 @@ class WidthProbe:
         self.axes = axes
         self.model = model = on_meta_device(config)
         self._slopes = {name: [SizePerWidth(size) for size in shape] for name, shape in _shapes(model).items()}
+        # One width at a time is doubled on the meta device, and what grows depends on it. Hidden channels, heads, and
+        # key and value heads are doubled on top of each other, so each model is compared with the one before it.
         before = full
         wide = full._replace(hidden=2 * full.hidden)
         changes: list[tuple[Axis, Widths]] = [("hidden", wide)] if {"hidden", "heads"} & set(axes) else []
@@ -195,6 +196,7 @@ class WidthProbe:
             _note(self._slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
             before = widths
             shapes = after
+        # columns and experts need nothing else to grow with them: each is doubled alone, against the full model
         apart: tuple[Axis, ...] = (*COLUMN_AXES, "experts")
         for axis in apart:
             if axis in axes:
@@ -215,6 +217,8 @@ class WidthProbe:
                         raise ValueError(
                             f"student.from_teacher.{axis}: {place} has columns of {mine.axis} as well; leave {axis} out"
                         )
+                    # gate and up in one matrix have twice as many rows as there are columns; the down projection has
+                    # one of each
                     total = min(mine.total, slope * getattr(self.full, axis))
                     found[place] = Columns(axis, total, dims[0].size if len(dims) > 2 else mine.experts)
         return found
@@ -267,6 +271,8 @@ class SizePerWidth:
                 raise ValueError(f"student.from_teacher.hidden: {name} has {self.by} entries for each; leave it out")
             return (Block("hidden", 1, full.hidden),)
         made: list[Block] = []
+        # Entries of a head in one part. Queries, keys and values in one matrix: it grows by one part for a head, and by
+        # two, keys and values, for a key and value head.
         unit = self.by.get("heads", head_width)
         for axis, slope in self.by.items():
             total = getattr(full, axis)

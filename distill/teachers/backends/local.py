@@ -104,11 +104,9 @@ class LocalPlan(TeacherPlan):
         self.shardable = self.section.offload is None and self.section.dtype != "int8"
 
     def meta(self) -> MetaModel:
-        """Return the model on the meta device, without memory."""
         return meta_model(meta_config(self.section, self.field), self.field)
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        """Return the settings that 8-bit weights, a quantised checkpoint or sharding do not support."""
         section = self.section
         student = self.recipe.student
         problems = []
@@ -168,7 +166,6 @@ class LocalPlan(TeacherPlan):
         return model_footprint(self, context)
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
         return smaller_variants(self, family)
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> LoadedTeacher:
@@ -181,7 +178,7 @@ class LocalPlan(TeacherPlan):
         return LoadedTeacher(model, field=self.field, tokenizer=tokenizer)
 
     def load(self, context: LoadContext) -> Any:
-        """Load the model as its section and the placement require; a sharded model is patched before it is sharded."""
+        """A sharded model is patched before it is sharded."""
         device = context.device
         dtype = context.precision.teacher
         if context.placement.teacher_sharded:

@@ -60,6 +60,8 @@ class MixtureFormat(FusedFormat):
 
     def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         targets: Any = call.inputs.targets
+        # all heads at once: the fused loss mixes their probabilities tile by tile, and sharded ones are gathered
+        # meanwhile
         with contextlib.ExitStack() as opened:
             heads = None
             if targets is not None:
@@ -104,14 +106,12 @@ class SeveralTeachers(Teacher):
         )
 
     def parts(self) -> list[InnerTeacher]:
-        """Return the members, each with its columns of a batch."""
         return [
             InnerTeacher(member, self.prefix_of(number), functools.partial(self.member_batch, number))
             for number, member in enumerate(self.members)
         ]
 
     def prefix_of(self, number: int) -> str:
-        """Return the prefix of the columns that a member's models read."""
         return ""
 
     def member_batch(self, number: int, batch: Batch) -> Batch | None:
@@ -160,6 +160,8 @@ class MixtureTeacher(SeveralTeachers):
 
     def member_batch(self, number: int, batch: Batch) -> Batch:
         own = f"member{number}_"
+        # columns that all members read alike are in the batch once; a member's own take their place under the plain
+        # name
         plain = {name: value for name, value in batch.items() if not MEMBER.match(name)}
         named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
         return {**plain, **named}
@@ -243,6 +245,7 @@ class MixtureModel(nn.Module):
         """Return the mixture's log-probabilities [B, V] in place of the first model's scores."""
         rows = [scores]
         rows += [model(input_ids=ids, use_cache=False).logits[:, -1] for model in self.members[1:]]
+        # heads may be padded to different sizes: tokens that one of them lacks are never drawn
         columns = min(row.shape[-1] for row in rows)
         mixed = torch.full_like(scores, -torch.inf)
         parts = [weight * row[:, :columns].float().softmax(-1) for weight, row in zip(self.weights, rows, strict=True)]

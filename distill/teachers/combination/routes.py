@@ -143,11 +143,14 @@ class RoutedFormat(TargetFormat):
             if targets is None:
                 results.append(None)
                 continue
+            # tokens of other routes have no label here, and the divisor is that of all routes: the losses add up to the
+            # batch's
             labels = torch.full_like(flat, IGNORE_INDEX)
             labels[targets.rows] = flat[targets.rows]
             inputs = replace(call.inputs, targets=targets.targets, num_items=items)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
             found = member.apply(own, alignment, mine)
+            # statistics of spans go to the positions of their labels, so that those of all routes can be added
             if isinstance(targets.targets, SpanTargets) and isinstance(found, tuple):  # one number a span
                 total, each = found
                 spread_out = (one.new_zeros(len(flat)).index_copy(0, targets.rows, one) for one in each)
@@ -161,6 +164,8 @@ class RoutedFormat(TargetFormat):
         if not loss.counts:
             return total, statistics
         for number, result in enumerate(results):
+            # A route that does not occur has zeros: the number of sums is the same in every batch, and on every
+            # process, which add them up.
             ones = torch.zeros_like(statistics[0])
             if result is None:
                 statistics += [ones] * len(PER_ROUTE)
@@ -222,7 +227,7 @@ class RoutedTeacher(SeveralTeachers):
     def validate_first_batch(
         self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
     ) -> list[str]:
-        """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
+        """Report also each route's number of tokens; a teacher that does not occur in the batch is not checked."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
         line = f"{'routes':<12}of the first held-out batch's trained tokens {shares}"

@@ -78,18 +78,15 @@ class SeveralPlan(TeacherPlan):
         ]
 
     def named(self) -> Iterator[tuple[str, TeacherPlan]]:
-        """Yield the teachers' sources as they are given, by the recipe's field of each."""
         return zip(self.all_sections, self.given, strict=True)
 
     def parts(self) -> list[InnerPlan]:
-        """Return the members, each with the rows that it reads: the documents of its route."""
         return [
             InnerPlan(member, functools.partial(self._rows_of, self.route_of(number)), number)
             for number, member in enumerate(self.members)
         ]
 
     def route_of(self, number: int) -> int:
-        """Return the number of a teacher's route."""
         return next(route for route, group in enumerate(self.groups.values()) if number in group)
 
     def _rows_of(self, route: int, splits: Splits) -> Splits:
@@ -232,7 +229,6 @@ class SeveralVocabulary(Vocabulary):
         return [self.others[n].readers[1] if n in self.others else self.tokenizer for n in range(count)] + [student]
 
     def prepare(self) -> None:
-        """Compare every teacher's tokenizer, and the student's, with the first one's."""
         if self.tokenizer is not None:
             for field, other in self._same():
                 compare(self.tokenizer, other).require(field=f"{field}.model")

@@ -131,7 +131,7 @@ class ReadingPlan(TeacherPlan):
         return [InnerPlan(self.inner, self.inner_splits)]
 
     def inner_splits(self, splits: Splits) -> Splits:
-        """Return the rows as the inner teacher reads them, made from the student's when they are accessed."""
+        """The rows are made from the student's when they are accessed."""
         train = TeacherRows(splits.train, self.reads.teacher_row)
         validation = TeacherRows(splits.validation, self.reads.teacher_row)
         return splits._replace(train=train, validation=validation)

@@ -170,7 +170,6 @@ class Servers:
                 future.set_exception(error)
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Return an answer's body as bytes; see `fetch`."""
         return self.fetch(method, path, body).numpy().tobytes()
 
     def fetch(self, method: str, path: str, body: bytes | None = None, kind: str = BINARY) -> torch.Tensor:
@@ -188,6 +187,8 @@ class Servers:
         silent_since = time.monotonic()
         values = ""
         while True:
+            # A server that fails is in backoff from then on, so the next round asks another one at once. Where all are
+            # in backoff it looks again every 50 ms, until the wait is over.
             server = None if self._closed.is_set() else self._least_busy()
             if server is not None:
                 try:
@@ -258,19 +259,20 @@ class Servers:
             if damage is None:
                 return response, content
             log.warning("%s: %s; requesting it once more on a new connection", url, damage)
+            # a connection that damaged a reply is not used again
             self._pools.clear()
         raise TeacherUnavailableError(f"teacher.url: {url}: twice in a row {damage}")
 
     def _exchange(
         self, url: str, method: str, path: str, body: bytes | None, kind: str, seconds: float
     ) -> tuple[urllib3.BaseHTTPResponse, torch.Tensor]:
-        """Send a request over a pooled connection or a new one; return the response and its whole body."""
         response = self._pools.urlopen(
             method,
             url.rstrip("/") + path,
             body=body,
             headers=self._headers | ({} if body is None else {"content-type": kind}),
             timeout=urllib3.Timeout(total=seconds, connect=min(seconds, CONNECT_SECONDS)),
+            # `fetch` decides on repeating, and may choose another server
             retries=False,
             redirect=False,
             preload_content=False,
@@ -331,6 +333,7 @@ class Servers:
             for server in self._servers:
                 with self._lock:
                     server.busy += 1
+                # each server is asked, not the least busy one; `_ask_one` counts the request off at its end
                 with contextlib.suppress(_TryAgain):
                     answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
             if not answers and time.monotonic() > until:

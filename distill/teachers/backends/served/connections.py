@@ -32,6 +32,8 @@ class _TimedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
+        # A socket's timeout is that of one read: a server that sends a byte now and then would never be late. So every
+        # read gets what is left of the reply's time.
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(LATE)

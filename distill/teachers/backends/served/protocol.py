@@ -108,7 +108,6 @@ class TargetRequest:
         return self.ids.reshape(-1)[self.rows + 1]
 
     def body(self) -> bytes:
-        """Return the request as safetensors bytes."""
         arrays = {"input_ids": self.ids, "position_ids": self.positions, "rows": self.rows}
         return b"".join(parts_of({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}))
 

@@ -77,7 +77,7 @@ class ServerPlan(TeacherPlan):
                 (folder / TEACHER / name if name == CONFIG else folder / name).write_text(text, encoding="utf-8")
 
     def maker(self) -> dict[str, object]:
-        """Return the served teacher's identity, as `teacher_identity` does, and the dtype of its layers."""
+        """The identity has the dtype of the layers, too."""
         if self.is_vllm:
             unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
@@ -87,7 +87,6 @@ class ServerPlan(TeacherPlan):
         return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
 
     def stored_dtype(self) -> str:
-        """Return the dtype that stores what is sent without loss."""
         k_tokens, hidden = ("float32", "bfloat16") if self.is_vllm else ("float16", self.identity.dtype)
         return hidden if self.section.top_k is None else k_tokens
 
@@ -124,7 +123,6 @@ class ServerPlan(TeacherPlan):
         )
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        """Return problems: requests that exceed the servers' limits, or another model than the recipe names."""
         recipe = self.recipe
         if self.is_vllm:
             if recipe.loss.temperature != 1.0 and self.section.top_k is not None:
@@ -155,7 +153,6 @@ class ServerPlan(TeacherPlan):
         return problems
 
     def data_problems(self, splits: Splits) -> list[str]:
-        """Return a problem where the chat template is not the server's; running text has none."""
         if self.is_vllm or splits.report.format.startswith("text") or self.recipe.data.is_synthetic:
             return []
         here = text_hashes(self.recipe, self.vocabulary().tokenizer)["template"]
@@ -164,7 +161,6 @@ class ServerPlan(TeacherPlan):
         return ["data.chat_template: the template differs from the server's; start distill serve with this recipe"]
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """Return the footprint of the head and of each token's targets; no weights are loaded."""
         shape = self.shapes()[0]
         k = self.section.top_k
         if k is not None:
@@ -178,7 +174,6 @@ class ServerPlan(TeacherPlan):
         return f"{known.model if known else own} (served)"
 
     def size_text(self) -> str:
-        """Return the bytes received per token as readable text, in place of the weights."""
         shape = self.shapes()[0]
         plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
         if self.section.top_k is not None:

@@ -116,7 +116,6 @@ class ServerTeacher(Teacher):
         return top_k_targets(values, rows, shape, self.client.spec.tail)
 
     def sent(self, batch: Batch) -> TargetTensors:
-        """Return the answers for a batch's trained positions as received, on the CPU."""
         return self.values(self._asked(batch))
 
     def values(self, query: TargetRequest) -> TargetTensors:
@@ -141,7 +140,7 @@ class ServerTeacher(Teacher):
         return f"{values} from {', '.join(self.section.urls)}"
 
     def cut_student(self, request: CutRequest) -> CutStudent:
-        """Return a student cut from the model that the recipe names beside the server, which is loaded for that."""
+        """The model that the recipe names beside the server is loaded for that."""
         model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
         return cut_from(model, request)
 
@@ -155,13 +154,11 @@ class ServerTeacher(Teacher):
         return [f"{'served':<12}{each:,.0f} bytes per trained token; {compared}"]
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the servers' identity, and the outputs that are requested."""
         spec = self.client.spec
         query = {"top_k": spec.top_k, "tail": spec.tail} if self.stored_head is None else {"send": spec.send}
         return {**self.identity, **query}
 
     def constructor(self) -> Constructor:
-        """Return the function that connects to the servers, and plain values."""
         spec = self.client.spec._asdict() | {"dtype": str(self.client.spec.dtype).removeprefix("torch.")}
         from distill.teachers.backends.served.source import reconnected  # whose plan opens this teacher
 

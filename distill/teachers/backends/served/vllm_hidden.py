@@ -80,6 +80,7 @@ def load_ends(section: TeacherConfig, dtype: torch.dtype) -> Ends:
         with loading(section.model, source, "teacher.model"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location,
+                # without layers: embedding, final norm and head are all that is read
                 config=cut_config(config, range(0)),
                 revision=section.revision,
                 dtype=dtype,
@@ -95,6 +96,7 @@ def load_ends(section: TeacherConfig, dtype: torch.dtype) -> Ends:
         transformers.logging.set_verbosity(before)
     model.eval().requires_grad_(False)
     width = find_head(model).linear.weight.shape[1]  # type: ignore[index]
+    # the final norm goes by many names: it is the decoder's one child whose parameters are all vectors of this width
     norms = [
         module
         for module in decoder_of(model).children()
@@ -159,6 +161,7 @@ class VllmHiddenStates(VllmLogprobs):
             )
         if len(states) < len(ids) or tokens[: len(ids)].tolist() != ids.tolist():
             raise TeacherUnavailableError("teacher.folder: a file of other tokens than requested")
+        # the output of the last recorded layer; the file may have rows after the document
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
     def file_of(self, body: torch.Tensor) -> Path:
@@ -207,6 +210,7 @@ class VllmHiddenStates(VllmLogprobs):
         Raises:
             ValueError: they differ: layers, norm, head or soft cap are not the server's.
         """
+        # the same documents twice: the server's own log-probabilities, and its states, through norm and head here
         own_logprobs = TeacherClient(client.servers, _LogprobsWithFiles(self))
         try:
             expected = own_logprobs.ask(query).result()["label_logprob"].double()

@@ -57,6 +57,7 @@ class StoreFolder(NamedTuple):
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         if together or world_size() == 1:
             return broadcast_from_rank0(begin)
+        # processes without a connection agree through the folder: the first one writes the plan, the others wait for it
         return self.begin_apart(begin, plan)
 
     def _begin_locked(self, plan: Plan, write_beside: Callable[[Plan], None], room: Callable[[], list[str]]) -> Plan:
@@ -68,6 +69,7 @@ class StoreFolder(NamedTuple):
         if begun is None:
             write_signed(self.path / PLAN, plan)
             begun = plan
+        # also of a store that was begun: the run that began it may have been killed before it had written all of these
         if not (self.path / MANIFEST).is_file():
             write_beside(begun)
         return begun

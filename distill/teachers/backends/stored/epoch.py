@@ -92,6 +92,8 @@ def fill_store(
         _store_batch(teacher, *ahead.popleft(), advance)
     store.write()
     store.land()
+    # This process's parts are on disk. Copies of a teacher do not communicate, so process 0 alone maps the parts of
+    # all, until none is missing; of a sharded teacher all processes flush, together.
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first or teacher.is_collective():
         store.flush()
@@ -111,12 +113,15 @@ def batches_of(
     tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]
     omit_positions = not any(map(follows_length, teacher.models.values()))
     collate = Collator(0, omit_plain_positions=omit_positions, columns=teacher.columns)
+    # Every process goes through the same blocks of rows and takes its own part of each, so that a sharded teacher is
+    # called equally often by all of them.
     for start in range(0, len(rows), at_once):
         positions = sum(row.positions for row in rows[start : start + at_once])
         mine = rows[start + rank * batch_size : start + (rank + 1) * batch_size]
         if not mine and not teacher.is_collective():
             yield None, positions
             continue
+        # of no rows, too: padding, for a sharded teacher that the others call now
         batch = collate([tables[row.split][row.number] for row in mine])
         keys = [document.key for row in documents_in(batch).rows for document in row]
         if all(map(teacher.store.has, keys)) and not teacher.is_collective():

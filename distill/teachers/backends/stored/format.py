@@ -109,7 +109,6 @@ def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]
 
 
 def bytes_a_token(plan: Plan) -> int:
-    """Return the bytes of one stored position under this plan."""
     if plan["kind"] == "hidden":
         return hidden_bytes(plan["hidden"], plan["dtype"])
     return top_k_bytes(plan["k"], plan["vocabulary"], plan["dtype"])
@@ -140,7 +139,6 @@ def read_store_json(path: Path) -> Plan | None:
 
 
 def write_signed(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file that holds its own checksum, which `read_store_json` checks."""
     write_json(path, with_checksum(value))
 
 

@@ -62,7 +62,6 @@ def require_same_teacher(
 
 
 def description(manifest: Plan) -> str:
-    """Return a cache's contents in words."""
     if manifest["kind"] == "hidden":
         held = f"hidden states of {manifest['hidden']:,} and its head"
     else:

@@ -127,7 +127,6 @@ class StoredPlan(TeacherPlan):
 
     @property
     def names_model(self) -> bool:
-        """True where the section names the model that computes the outputs."""
         return self.section.model is not None or self.section.init == "random"
 
     def is_to_be_made(self) -> bool:
@@ -141,7 +140,6 @@ class StoredPlan(TeacherPlan):
     # ------------------------------------------------------------ the model
 
     def config_section(self) -> ModelSection:
-        """Return the configuration that the recipe names, else the one in the cache."""
         if self.inner is not None:
             return self.inner.config_section()
         if self.is_to_be_made() or self.section.config is not None:
@@ -179,7 +177,6 @@ class StoredPlan(TeacherPlan):
         return teacher_identity(self.section) if self.names_model else None
 
     def title(self) -> str:
-        """Return the name of the model that made a cache, or its folder where that is not known; else the teacher's."""
         if self.inner is not None:
             return self.inner.title()
         made_by = (self.plan or {}).get("teacher", {})

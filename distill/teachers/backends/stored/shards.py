@@ -48,6 +48,7 @@ class Shards:
         """
         if self.folder is None:
             return
+        # all or nothing: a listing that changed on the way is thrown away, so that no shard is missed between two names
         for _ in range(MOST_LISTINGS):
             mapped: dict[tuple[int, int], dict[str, np.ndarray]] = {}
             names: list[str] = []
@@ -79,6 +80,8 @@ class Shards:
         return inode, self._mapped[inode]
 
     def _index(self) -> None:
+        # A key is two 64-bit numbers. The index is sorted by the first; `find` goes through those with the same first
+        # one and compares the second.
         none = np.zeros((0, KEY_BYTES), np.uint8)
         keys = np.concatenate([none, *(shard["keys"].reshape(-1, KEY_BYTES) for shard in self.arrays)])
         halves = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)

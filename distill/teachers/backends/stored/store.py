@@ -170,6 +170,7 @@ class Store:
         Raises:
             ValueError: a document is not stored.
         """
+        # looked up in the caller's thread: pending outputs and shards change while another thread reads
         readers = [self._reader(document, number) for number, row in enumerate(rows) for document in row]
         return lambda: self.joined([empty_piece(self.manifest), *(read() for read in readers)])
 
@@ -249,6 +250,7 @@ class Store:
         """True where this process stores outputs: one run at a time does, others only read."""
         if self.folder is None or self.read_only:
             return False
+        # one lock for each rank: processes of a run do not exclude each other, those of another run do
         lock = self.folder.resolve() / f".keep-{self._rank:04d}.lock"
         if lock not in _locks:
             handle: int | None = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -263,6 +265,7 @@ class Store:
     def add(self, documents: Iterable[StoreKey], tensors: Mapping[str, torch.Tensor]) -> None:
         """Add the teacher's outputs for documents, in their order; documents that are stored already do not change."""
         assert not self.read_only
+        # the copy to the host begins here; the documents are slices of it, and whoever reads one first waits for it
         answer = HostCopy(tensors)
         start = 0
         for document in documents:
@@ -306,6 +309,7 @@ class Store:
         if not self._unwritten or self.folder is None:
             return
         own = self._own
+        # the part before has landed, so its number is among the names, and no two parts are written at once
         numbers = [int(name[len(own) :].partition(".")[0]) for name in self.shards.names if name.startswith(own)]
         keys = self._unwritten
         self._unwritten = []
@@ -323,6 +327,7 @@ class Store:
         name, keys, future = self._writing
         self._writing = None
         future.result()
+        # parts of other processes stay unread until the next `flush`, as the head of this file says
         known = {*self.shards.names, name}
         self.shards.map(lambda listed: [each for each in listed if each in known or not each.startswith(PART)])
         for key in keys:
@@ -350,6 +355,8 @@ class Store:
         _wait()  # the parts of all processes are on disk
         if is_main_process() and self.writes:
             self.shards.map()
+            # The main process decides for all what is read from now on: while documents are missing, the parts that it
+            # sees here; after that, shards, whose names it makes.
             if any(self.shards.find(key) is None for key in self.missing):
                 parts = [name for name in self.shards.names if name.startswith(PART)]
                 write_signed(self.folder / SETTLED, {"parts": parts})
@@ -369,12 +376,15 @@ class Store:
         names = self.shards.names
         manifest = read_store_json(folder / MANIFEST)
         has_parts = any(name.startswith(PART) for name in names)
+        # the manifest is of these shards already, by this run or another one
         if not has_parts and manifest is not None and len(manifest["shards"]) == len(names):
             return
         for number, name in enumerate(names):  # parts become shards, and gaps of deleted ones are closed
+            # in ascending order each moves to its own number or a lower one that is free: none is overwritten
             if name != shard_path(folder, number).name:
                 os.replace(folder / name, shard_path(folder, number))
         self.shards.names = [shard_path(folder, number).name for number in range(len(names))]
+        # no parts are left to agree on; the manifest comes last, since a folder that has one counts as complete
         (folder / SETTLED).unlink(missing_ok=True)
         close_cache(folder, manifest or self.manifest)
 
@@ -385,7 +395,6 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
-    """Return the stored tensors of no positions."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":
         tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}

@@ -181,6 +181,7 @@ class StoredTeacher(Teacher):
             fresh = self._read(batch)
         else:
             self._reading.pop(documents_in(batch), None)
+        # after the targets were read: where nothing is stored, outputs are held in memory for their own batch only
         self.store.forget()
         return targets_of(self.store.manifest, {**batch, **fresh}, self.dtype)
 
@@ -205,8 +206,10 @@ class StoredTeacher(Teacher):
             new_rows = [n for n, row in enumerate(rows) if row]
         if not self._any_process(bool(new_rows), batch["input_ids"].device):
             return None
+        # documents that the store already has, or that come twice here: `add` passes over them
         repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not store.has(d.key)})
         indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process without new rows takes part
+        # some rows are stored: the others make a smaller batch, whose trained positions are counted anew
         if any(row and n not in set(indices) for n, row in enumerate(rows)):
             asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
             asked["valid_rows"] = trained_rows(asked)
@@ -218,6 +221,7 @@ class StoredTeacher(Teacher):
         if not new_rows:
             return None
         store.add(documents, tensors)
+        # these outputs are the batch's own only where all of its documents are new, and K tokens are read as stored
         if repeats or not store.is_hidden:
             return None
         return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
@@ -247,7 +251,7 @@ class StoredTeacher(Teacher):
         return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Return the teacher's responses, stored for runs that do not load it."""
+        """The responses are stored, for runs that do not load the teacher."""
         if self.inner is None:
             return self.store.responses(prompts, settings)
         answers = self.inner.respond(prompts, settings)
@@ -258,7 +262,7 @@ class StoredTeacher(Teacher):
     def validate_first_batch(
         self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment
     ) -> list[str]:
-        """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
+        """Report also the cost of storing hidden states in fp8."""
         if self.inner is None:
             return []
         plain = _without_documents(batch)
@@ -315,7 +319,6 @@ class StoredTeacher(Teacher):
         self.store.flush()
 
     def close(self) -> None:
-        """Stop reading, wait for the part that is being written, and close the teacher."""
         self._pool.shutdown(cancel_futures=True)
         self.store.finish_writing()
         super().close()

@@ -48,7 +48,6 @@ class TwoPrompts(NamedTuple):
     message: int
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of `ContextEncoder.columns`."""
         return {"input_ids": self.ids, "labels": self.labels, "teacher_input_ids": self.teacher_ids}
 
 
@@ -83,6 +82,8 @@ class ContextEncoder(Encoder):
         return [*super().settings(), context and context.model_dump(), kwargs]
 
     def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
+        # First the texts of all rows in both readings, then their ids: the tokenizer takes many texts at once. Rows
+        # with sampled ids are yielded on the way: their response is not tokenised anew.
         rows: list[MaskedText] = []
         others: list[MaskedText] = []
         for number, row in batch:
@@ -111,6 +112,7 @@ class ContextEncoder(Encoder):
                 tally.see_chat(made)
                 tally.left_out += len(own) - len(pairs)
                 tally.see_roles(sample.messages or ())
+        # by the object: `encode_partly` leaves texts out, and a row may have several
         readings = dict(zip(map(id, rows), self._readings(others), strict=True))
         kept = set[int]()
         faults = dict[int, list[RowFault]]()
@@ -178,6 +180,8 @@ class ContextEncoder(Encoder):
         answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
         if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
             raise RowFault("the response has other tokens after the teacher's context", f"{len(answer)} tokens")
+        # The answer ends both readings. The longer one says how many tokens go, and the same number goes from both
+        # ends, so that what is left of the answer is the same in both.
         surplus = max(len(ids), len(other), self.max_length) - self.max_length
         keep = len(ids) - surplus
         other_keep = len(other) - surplus
@@ -189,7 +193,6 @@ class ContextEncoder(Encoder):
         )
 
     def _per_turn(self) -> ChatOptions:
-        """Return options with an example per turn."""
         return self.options if self.options.train_on == "last" else self.options._replace(train_on="each")
 
     def _teacher_chat(self, sample: ConversationSample, asked: ConversationSample, made: TrainingChat) -> TrainingChat:
@@ -206,6 +209,8 @@ class ContextEncoder(Encoder):
         more = len(asked.messages) - len(sample.messages)  # a system message with the context
         examples = []
         for example in made.examples:
+            # The template of the teacher renders the prompt alone; from the response on the text is the student's,
+            # moved by the difference of the prompts' lengths. So the response has the same characters in both.
             turn = example.turns[0]
             begin = example.spans[0][0]
             prompt = self.teacher_template.prompt(asked.messages[: turn + more], asked.tools, asked.template_kwargs)
@@ -221,6 +226,7 @@ class ContextEncoder(Encoder):
         place = self.prompt.context.place
         if sample.messages is None:
             prompt = sample.prompt or ""
+            # the white space between prompt and response stays right before the response: its tokens may begin with it
             joint = prompt[len(prompt.rstrip()) :]
             after = f"{prompt.rstrip()}\n\n{text}{joint}"
             return sample._replace(prompt=after if place == "after" else f"{text}\n\n{prompt}")

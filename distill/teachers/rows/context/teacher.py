@@ -107,7 +107,6 @@ class ContextPlan(ReadingPlan):
         return inner.with_reader(read)
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """Return the inner teacher's footprint, with its outputs over both readings."""
         plain = self.inner.footprint(context)
         return plain._replace(token_bytes=2 * plain.token_bytes)
 

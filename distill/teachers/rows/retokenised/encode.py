@@ -146,6 +146,7 @@ class TokenisedReader:
 
     def _part(self, text: str, start: int, stop: int) -> AnswerText:
         """Return a turn without the spaces around it and the tokens that close it."""
+        # from the right: special tokens with nothing but spaces after them close the turn, those before are its text
         for match in reversed(list(self._special.finditer(text, start, stop))):
             if text[match.end() : stop].strip():
                 break
@@ -258,6 +259,7 @@ class PairEncoder(RowEncoder):
         last = len(boundaries) - 1
         origin = text_hash(text)
         while first < last:
+            # the last boundary up to which both readings have room, from the present one on
             room = [starts[side] + self.max_length - len(before[side]) for side in (0, 1)]
             stop = min(int(np.searchsorted(by_side[side], room[side], "right")) for side in (0, 1)) - 1
             if stop <= first:
@@ -282,6 +284,7 @@ class PairEncoder(RowEncoder):
         _, *cuts = common_boundaries(ends_s, ends_t)
         boundaries = np.stack(cuts, 1)
         before, after = self._around(ids_s, ids_t)
+        # the ends of the text are a pair of tokens without bytes: one boundary more
         if after[0]:
             boundaries = np.concatenate([boundaries, boundaries[-1:] + 1])
         return [_joined(ids_s, after[0]), _joined(ids_t, after[1])], boundaries, before
@@ -314,11 +317,14 @@ class PairEncoder(RowEncoder):
         """
         parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
         spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
+        # a span is learned where both readings have something before it, end it within the maximum, and have tokens in
+        # it
         learned = (spans[:, 0] > 0) & (spans[:, 2] > 0) & (spans[:, [1, 3]] <= self.max_length).all(1)
         learned &= (spans[:, 1] > spans[:, 0]) & (spans[:, 3] > spans[:, 2])
         if not learned.any():
             return None
         student, teacher = (own[: self.max_length] for own in ids)
+        # responses that begin before the last learned span: the last of them is the one that a rollout replaces
         begun = [start for start in starts if start[0] <= spans[learned][-1, 0]]
         answer = np.array(begun[-1:], dtype=np.int32).reshape(-1)
         message = messages[len(begun) - 1] if messages and begun else -1
@@ -330,6 +336,7 @@ class PairEncoder(RowEncoder):
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         start = len(prompt.encode())
         stop = len(text.encode())
+        # only the completion is compared; its boundaries count the tokens of the prompt too
         run = boundaries_of(ends_s, ends_t, start, start, stop - start)
         before, after = self._around(ids_s, ids_t)
         after = after if ended else [[], []]
@@ -344,6 +351,8 @@ class PairEncoder(RowEncoder):
         """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
         made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
+            # A template that renders earlier turns differently makes one example for each turn. The other side has to
+            # do so too: the n-th examples of both are compared.
             each = self.options._replace(train_on="each")
             made = [
                 chat if chat.rewritten else side.chat(sample, each, self.max_length)
@@ -394,6 +403,8 @@ class PairEncoder(RowEncoder):
             starts = len(text[: own.start].encode()), len(other_text[: other.start].encode())
             run = boundaries_of(ends_s, ends_t, *starts, len(answer.encode()))
             whole = ended or own is not parts[-1]
+            # The tokens that close the turn are a span of their own, whatever their texts: where the answer is aligned
+            # to its last byte, and in both readings the closing token comes next.
             to_its_end = whole and len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(answer.encode())
             if to_its_end and all(
                 side.closes(part, ids, at)

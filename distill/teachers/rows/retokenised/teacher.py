@@ -216,7 +216,6 @@ class CrossVocabulary(Vocabulary):
         """Leave the student's tokens as they are."""
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """Return the alignment by the bytes of tokens."""
         for reader, rows in zip(self.readers, (student_rows, teacher_rows[0]), strict=True):
             require_rows(reader, rows)
         return Match(None, str(self.vocabularies))

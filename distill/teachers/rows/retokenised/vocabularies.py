@@ -37,7 +37,6 @@ class Vocabularies(NamedTuple):
 
 
 def compare_by_bytes(student: TokenisedReader, teacher: TokenisedReader) -> Vocabularies:
-    """Return the shared tokens of two readers' vocabularies."""
     ends = end_pairs(student, teacher)
     return Vocabularies(
         shared_tokens(student.spelled, teacher.spelled, ends),
