@@ -215,8 +215,8 @@ def _logits_kernel(
                 if EXACT_WHEN_CONFIDENT:
                     sums = sums[0], tl.sum(g_without_top, 0), tl.sum(rest_p, 0)
             if GRADIENT:
-                # Pass 3 may write over the student's logits: an element is loaded and stored before it is stored,
-                # in the same step, and no later step reads it.
+                # Pass 3 may write over the student's logits: an element is loaded before it is stored, in one step,
+                # and no later step reads it.
                 for count in range(1 if IN_REGISTERS else blocks):
                     columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache
                     if not IN_REGISTERS:

@@ -205,6 +205,7 @@ def _project_fused(
     vocab = out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
+    # Persistent: at most one program a multiprocessor. Blocks are tensor descriptors with TMA, else masked pointers.
     programs = min(facts.multiprocessors, cdiv(n, candidate.rows) * tiles)
     # the hard-label epilogue stores by halves of a tile
     width = TILE if hard is None else TILE // 2

@@ -300,7 +300,7 @@ def _row_kernel(
             if HARD:
                 g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
             g = raw_logit_gradient(g, z_s, scale, transform, SCALED, CAPPED)
-            # The gradient's one rounding to 16 bits. Columns beyond V are padding of the buffer's rows and are not written.
+            # The gradient's one rounding to 16 bits. Columns beyond V, padding of the buffer's rows, stay unwritten.
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
 
     # No divergence is negative; rounding may leave the sum of two nearly equal distributions just below 0.
