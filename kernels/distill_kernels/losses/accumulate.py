@@ -43,6 +43,7 @@ def _accumulate_kernel(
             total = tl.dot(a.T, b, total)
         # by halves, whose copies fit into shared memory beside the operands
         low, high = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        # Product and sum are added in fp32 and rounded once. No other program touches this tile of C.
         low += c_desc.load([m, n]).to(tl.float32)
         c_desc.store([m, n], low.to(c_desc.dtype))
         high += c_desc.load([m, n + BLOCK_N // 2]).to(tl.float32)
@@ -187,9 +188,11 @@ class WeightGradient:
         if self.total is None:
             dtype = torch.float32 if self.fp32 else self.weight.dtype
             self.total = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+            # padding rows get no product; those of the vocabulary are written whole by the first group
             self.total[self.vocab :].zero_()
             if not self.fp32 and self.groups > PLAIN_GROUPS and self._fits(gradients, hidden):
                 (_, block_n, _), _ = _tile_and_programs(self.total)
+                # a scale a row and half tile
                 shape = self.vocab, 2 * cdiv(self.total.shape[1], block_n)
                 self.scales = torch.empty(shape, dtype=torch.float32, device=self.total.device)
         total = self.total[: self.vocab]
@@ -216,6 +219,7 @@ def _add_scaled(
     k, m = a.shape
     n = b.shape[1]
     (block_m, block_n, block_k), programs = _tile_and_programs(c)
+    # One memory, two views: kept sums are fp16, the last group reads them and stores C's dtype over them.
     halves = [block_m, block_n // 2]
     _scaled_accumulate_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [block_k, block_m]),

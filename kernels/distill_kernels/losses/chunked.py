@@ -49,6 +49,7 @@ def chunk_rows(vocab: int, workspace: int | None, device: torch.device) -> int:
     if workspace is None and device.type == "cpu":
         return max(REFERENCE_CHUNK_ELEMENTS // vocab, 1)
     budget = device_facts(device).memory_bytes // 24 if workspace is None else workspace
+    # 24 bytes a logit: six fp32 copies
     return min(max(budget // (24 * vocab), 1), 2048)
 
 
@@ -127,6 +128,7 @@ class _ChunkedFunction(torch.autograd.Function):
         if not hasattr(ctx, "call"):
             return (*take_scaled_gradients(ctx, upstream), None)
         call: _ChunkedCall = ctx.call
+        # Each row's upstream gradient becomes its factor: one pass over the chunks makes all gradients.
         scale, down = fp16_safe_scale(call.batch.row_scale * upstream, call.settings["dtype"])
         output = call.run(Head(*ctx.saved_tensors), call.batch._replace(row_scale=scale), call.required)
         scaled = (g if g is None or down is None else scale_gradient_(g, down) for g in output.gradients)
@@ -238,6 +240,8 @@ class ChunkedLoss(nn.Module):
                 losses = self.fn(logits, other, targets)
                 expected = f"losses of shape {list(factor.shape)}, one a row"
                 expect(losses.shape == factor.shape, "fn", expected, list(losses.shape))
+                # A skipped row's loss may be NaN: selected away here, and its gradient below, since autograd multiplies
+                # NaN by 0.
                 losses = torch.where(factor != 0, losses * factor, 0.0)
                 total = losses.sum()
             gradient = None

@@ -84,6 +84,7 @@ class RowRequest(NamedTuple):
         gradient.mul_((self.row_scale * (objective.student_scale / temperature))[:, None])
         if objective.student_softcap:
             gradient.mul_((z / objective.student_softcap).square_().neg_().add_(1.0))
+        # by selection, since 0 times the NaN of a skipped row is NaN
         gradient.masked_fill_(~self.counted[:, None], 0.0)
 
     def stats(self, *statistics: torch.Tensor) -> TokenStats:
@@ -217,6 +218,7 @@ def reference_rows(
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
             loss += weight * f.sum(-1).clamp_min(0)
             if with_gradient:
+                # forward KL's g sums to 0 and is the gradient already
                 if not DIVERGENCES[kind].g_sums_to_0:
                     g = logit_gradient(g, p_s, objective)
                 g = g.mul_(weight / objective.temperature)

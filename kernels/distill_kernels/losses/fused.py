@@ -51,12 +51,14 @@ class _Workspace:
     ):
         self.vocab = vocab
         width = cdiv(vocab, 64) * 64  # rows aligned to 128 bytes
+        # fp16 logits and gradients of the compute dtype have the same size: `gradients` views the same memory.
         self.buffer = torch.empty(plan.buffer_rows, width, dtype=dtype, device=device)
         self.extra = torch.empty(plan.extra_rows, width, dtype=dtype, device=device) if plan.extra_rows else None
         if device.type == "cpu":  # CPU GEMMs may read padding columns and multiply them by 0, which NaN would survive
             self.buffer[:, vocab:] = 0
         sums = 3 if both_temperatures else 2  # shift, total and, if separate, total at temperature 1
         tile_sums = torch.empty(models, sums, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
+        # without sums at T = 1 of their own, the last plane is the total itself
         self.tile_sums = [(model[0], model[1], model[sums - 1]) for model in tile_sums]
 
     def student(self, first: int, rows: int) -> ChunkLogits:
@@ -184,6 +186,7 @@ def fused_linear_divergence(
                 objective.label_smoothing,
                 objective.z_loss,
             )
+            # The normalisers are known from an earlier pass: the projection writes gradients at once, no logits.
             student_logits = student_logits._replace(values=student_logits.values.view(dtype))
             project(
                 student,
@@ -222,6 +225,7 @@ def fused_linear_divergence(
                 rows=rows,
                 temperature=temperature,
             )
+            # the teacher's K log-probabilities are picked out: what follows is a top-K loss
             teacher_logits = None
             row_loss = functools.partial(launch_top_k_row_loss, top=top)
         elif batch.policy is not None:
@@ -246,6 +250,7 @@ def fused_linear_divergence(
     def backpropagate_rows(g: torch.Tensor, start: int, stop: int) -> None:
         """Add what the logit gradients `g` of rows `start` to `stop` contribute to all gradients but dW."""
         if d_bias is not None:
+            # rows are added in fp32: a column's sum over thousands of 16-bit gradients would lose the small ones
             d_bias.add_(g.sum(0, dtype=torch.float32))
         g_lora = None
         if student.lora_a is not None:
@@ -254,6 +259,7 @@ def fused_linear_divergence(
         if d_hidden is None:
             return
         hidden_rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+        # Straight into d_hidden where rows and dtype are its own; else one product, rounded and scattered.
         target = d_hidden[start:stop] if batch.rows is None and d_hidden.dtype == dtype else None
         d_x = torch.mm(g, student.weight, out=target)
         if g_lora is not None and student.lora_a is not None:
@@ -262,12 +268,16 @@ def fused_linear_divergence(
             _store_rows(d_hidden, hidden_rows, d_x)
 
     group_start = 0
+    # A group fills the buffer from its first row on. Each chunk's logits become gradients where they lie, and the next
+    # chunk's begin behind them: where the teacher's logits lay in the buffer, over those, which nobody reads any more.
     for sizes in plan.groups:
         start = group_start
         for size in sizes:
             compute_chunk(start - group_start, start, start + size)
             start += size
         if required.gradient:
+            # From here on the group's rows hold gradients; the next group may overwrite them after these products,
+            # since all kernels run in order on one stream.
             g = buffers.gradients(start - group_start, dtype)
             for offset in range(0, start - group_start, CHUNK_ROWS):
                 block = g[offset : offset + CHUNK_ROWS]
@@ -315,6 +325,7 @@ def _lora_gradients(
     """Add to the gradients of A and B (fp32); return `scale * G B`, whose product with A is added to dx."""
     if student.lora_a is None or student.lora_b is None:
         return None
+    # z has scale (x A^T) B^T: dA = (scale G B)^T x and dB = scale G^T (x A^T), never a [V, H] product.
     g_lora = torch.mm(g, student.lora_b).mul_(student.lora_scale)
     if d_a is not None:
         d_a += torch.mm(g_lora.t(), x)

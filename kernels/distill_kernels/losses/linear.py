@@ -140,6 +140,7 @@ def reference_linear_divergence(
     n = student.hidden.shape[0]
     student = student.cut(vocab, accumulate_dtype)
     teacher = None if teacher is None else teacher.cut(vocab, accumulate_dtype)
+    # a quarter of the workspace: probabilities and gradients stand beside the logits
     elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * accumulate_dtype.itemsize)
     chunk = min(max(elements // vocab, 1), max(n, 1))
 
@@ -188,6 +189,7 @@ class HeadGradients:
 
         self.original = original
         self.vocab = vocab
+        # each row of dx is written by one chunk only, so that it needs no wider sum
         self.hidden = original.hidden.new_zeros(original.hidden.shape) if required.hidden else None
         self.weight = zeros(original.weight, required.weight)
         self.bias = zeros(original.bias, required.bias)
@@ -210,6 +212,7 @@ class HeadGradients:
             add_matmul_(self.weight[: self.vocab], g.t(), x)
         low = None
         if head.lora_a is not None and head.lora_b is not None:
+            # the gradient for x A^T, [n, r]
             low = (g @ head.lora_b).mul_(head.lora_scale)
             if self.lora_a is not None:
                 add_matmul_(self.lora_a, low.t(), x)

@@ -35,6 +35,7 @@ STEPS = 4  # a block is [STEPS, LANES]: a thread holds STEPS pieces, so that max
 
 @triton.jit
 def _load(ptr, columns, V, EVICT: tl.constexpr):
+    # -inf past the row's end: no maximum, exponential 0. From here on everything is fp32.
     z = tl.load(ptr + columns, mask=columns < V, other=-float("inf"), eviction_policy=EVICT)
     return z.to(tl.float32)
 
@@ -43,6 +44,7 @@ def _load(ptr, columns, V, EVICT: tl.constexpr):
 def _join(maxima, totals, hard, inverse_t):
     """Return the row's `log sum exp` at temperature T and at 1 from its lanes' maxima and sums of exponentials."""
     maximum = tl.max(maxima)
+    # Lanes that saw only -inf have total 0 and exp(-inf - base) = 0. A base of -inf would make that NaN.
     base = tl.where(maximum == -float("inf"), 0.0, maximum)
     total = tl.sum(totals * tl.exp((maxima - base) * inverse_t))
     total_hard = tl.sum(hard * tl.exp(maxima - base))
@@ -54,6 +56,8 @@ def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
     """Update the lanes' running maxima and sums with a block [STEPS, LANES] (online softmax)."""
     after = tl.maximum(maxima, tl.max(z, 0))
     base = tl.where(after == -float("inf"), 0.0, after)
+    # Sums so far were relative to the old maximum: they shrink by exp(before) when a lane's maximum grows. At the first
+    # block `before` is -inf and the factor 0.
     z = (z - base[None, :]) * LOG2_E
     before = (maxima - base) * LOG2_E
     totals = totals * exp2(before * inverse_t) + tl.sum(exp2(z * inverse_t), 0)
@@ -131,9 +135,13 @@ def _logits_kernel(
     BLOCK: tl.constexpr = STEPS * LANES
     SOFT: tl.constexpr = len(KINDS) > 0
     BOTH: tl.constexpr = TEMPERED and HARD
+    # A block is [STEPS, LANES] columns of one row, lanes adjacent in memory. Running maxima and sums are [LANES]: lanes
+    # are joined once a row, not once a block.
     within = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     blocks = tl.cdiv(V, BLOCK)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        # int64, since batch times its stride may pass 2^31 elements. Two indices, since rows of a sliced [B, S, V] are
+        # not one stride apart.
         batch = (row // S).to(tl.int64)
         inner = (row % S).to(tl.int64)
         student = student_ptr + batch * student_batch + inner * student_row
@@ -141,6 +149,7 @@ def _logits_kernel(
         gradient = gradient_ptr + batch * gradient_batch + inner * gradient_row
         scale = tl.load(scale_ptr + row)
         if scale == 0.0:
+            # An ignored row reads no logits, which may hold NaN: 0 times NaN would be NaN.
             tl.store(loss_ptr + row, 0.0)
             if GRADIENT:
                 zero_row(gradient, V, blocks, within, BLOCK)
@@ -149,6 +158,8 @@ def _logits_kernel(
             at_label = 0.0
             if HARD:
                 label = tl.load(labels_ptr + row).to(tl.int64)
+                # NaN for a label outside of the vocabulary shows in the loss. Read now: the gradient may overwrite
+                # these logits.
                 inside = (label >= 0) & (label < V)
                 at_label = tl.load(student + label, mask=inside, other=float("nan")).to(tl.float32)
             # the normalisers
@@ -161,6 +172,8 @@ def _logits_kernel(
             hard_s = total_s
             hard_t = total_s
             z_sum = total_s
+            # Pass 1. IN_REGISTERS compiles each pass to one block, whose logits the later passes use without a load;
+            # longer rows are loaded again in every pass, and evict_last asks the cache to keep them until then.
             for block in range(1 if IN_REGISTERS else blocks):
                 columns = block * BLOCK + within
                 zs = _load(student, columns, V, "evict_last")
@@ -182,6 +195,8 @@ def _logits_kernel(
             g_without_top = f_sum
             rest_p = f_sum
             sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
+            # Pass 2, after the normalisers and before any gradient. Left out where sum(g) is 0 and pass 3 sums f
+            # itself.
             if SOFT and (NEEDS_G_SUM or not GRADIENT):
                 for block in range(1 if IN_REGISTERS else blocks):
                     if not IN_REGISTERS:
@@ -200,6 +215,8 @@ def _logits_kernel(
                 if EXACT_WHEN_CONFIDENT:
                     sums = sums[0], tl.sum(g_without_top, 0), tl.sum(rest_p, 0)
             if GRADIENT:
+                # Pass 3 may write over the student's logits: an element is loaded before it is stored, in one step,
+                # and no later step reads it.
                 for count in range(1 if IN_REGISTERS else blocks):
                     columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache
                     if not IN_REGISTERS:

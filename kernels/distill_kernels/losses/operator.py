@@ -139,6 +139,8 @@ def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
         teachers = [list(ctx.saved_tensors[13 + count * part :][:count]) for part in range(3)]
         required = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
+        # Neither `no_ignored_rows` (a row's upstream gradient, now its scale, may be 0) nor `per_row` (the gradients
+        # are of the scaled rows' sum).
         settings[7:9] = False, False
         scale, factor = fp16_safe_scale(row_scale * upstream[0], settings[4])
         made = linear_divergence_op(
@@ -194,6 +196,7 @@ class _FusedLoss(torch.autograd.Function):
                 expected = 'no change before backward, since reduction="none" computes again'
                 expect(tensor._version == version, name, expected, "a tensor that was modified in place")
             teacher, batch, objective, required, settings, lora_scale = ctx.recompute
+            # the upstream gradient of a row is its factor, and may be 0 where the loss counted
             scale, down = fp16_safe_scale(batch.row_scale * upstream, settings["dtype"])
             student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
             batch = batch._replace(row_scale=scale, no_ignored_rows=False)

@@ -83,15 +83,20 @@ def plan_chunks(
         return ChunkPlan((), 0, 0, False)
     row_bytes = vocab * logit_bytes
     budget = memory_bytes // MEMORY_DIVISOR if workspace is None else workspace
+    # At least ROW_MULTIPLE rows of each model, even where the budget holds fewer.
     max_rows = max(budget // row_bytes // ROW_MULTIPLE, models) * ROW_MULTIPLE
     if weight_bytes and weight_16_bit:
         buffer = (
             max_rows if workspace is not None else min(max_rows, GROUP_ROWS + (LAST_CHUNK_ROWS if models == 2 else 0))
         )
+        # What may stand beside the buffer until dW is allocated: dW's bytes, or a small share of the device where that
+        # is more and the caller set no workspace.
         spare = weight_bytes if workspace is not None else max(weight_bytes, memory_bytes // EXTRA_ROWS_DIVISOR)
         plan = _plan_groups(rows, buffer, models, spare // row_bytes)
         if len(plan.groups) <= MAX_16_BIT_GROUPS or workspace is not None:
             return plan
+    # dW is not wanted, or has 32 bits, or took too many groups: equal chunks up to CHUNK_ROWS, each its own group, with
+    # the teacher's logits behind the student's.
     size = _even_part_size(rows, min(max_rows // models // ROW_MULTIPLE * ROW_MULTIPLE, CHUNK_ROWS))
     groups = tuple((min(size, rows - start),) for start in range(0, rows, size))
     return ChunkPlan(groups, models * size, 0, bool(weight_bytes) and weight_16_bit)
@@ -104,6 +109,7 @@ def _even_part_size(rows: int, max_rows: int) -> int:
 
 def _plan_groups(rows: int, buffer: int, models: int, spare: int) -> ChunkPlan:
     """Return a plan of as few groups as the buffer allows; `spare` rows of logits may lie beside the buffer."""
+    # Without a teacher a group may fill the buffer; with one its last chunk still needs room for the teacher.
     full = buffer if models == 1 else min(buffer - min(LAST_CHUNK_ROWS, buffer // 2, ROW_MULTIPLE), buffer)
     # whole GROUP_ROWS where the buffer allows them
     full = full // GROUP_ROWS * GROUP_ROWS or (full if models == 1 else _cheapest_group(buffer))
@@ -117,6 +123,7 @@ def _plan_groups(rows: int, buffer: int, models: int, spare: int) -> ChunkPlan:
         size = _even_part_size(rest, full)
         sizes += [_chunk_sizes(min(size, rest - start), buffer, models) for start in range(0, rest, size)]
     extra_rows = max(sizes[0]) if extra else 0
+    # The buffer's rows in use are highest at some chunk: gradients so far, plus its logits of every model.
     need = sum(sizes[0]) if extra else 0
     for group in sizes[1 if extra else 0 :]:
         used = 0
@@ -145,6 +152,7 @@ def _chunk_sizes(rows: int, buffer: int, models: int) -> tuple[int, ...]:
     sizes: list[int] = []
     left = rows
     while left:
+        # `rows - left` rows already hold gradients; the rest is shared by this chunk's models.
         size = min(CHUNK_ROWS, (buffer - (rows - left)) // models, left)
         if size < left:
             size = max(size // ROW_MULTIPLE, 1) * ROW_MULTIPLE

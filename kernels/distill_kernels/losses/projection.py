@@ -205,7 +205,9 @@ def _project_fused(
     vocab = out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
+    # Persistent: at most one program a multiprocessor. Blocks are tensor descriptors with TMA, else masked pointers.
     programs = min(facts.multiprocessors, cdiv(n, candidate.rows) * tiles)
+    # the hard-label epilogue stores by halves of a tile
     width = TILE if hard is None else TILE // 2
     _project_kernel[(programs,)](
         blocks_of(hidden, candidate.rows, candidate.steps, facts.tma),
@@ -238,11 +240,14 @@ def _project_by_cublas(
     tiles = cdiv(vocab, TILE)
     low = None if head.lora_a is None else torch.mm(hidden, head.lora_a.t())
     buffer = torch.empty(n * min(BUFFER_COLUMNS, vocab), dtype=torch.float32, device=hidden.device)
+    # BUFFER_COLUMNS is a multiple of TILE, so that no tile spans two GEMMs. The next GEMM overwrites `raw` only after
+    # the reduction has read it: one stream.
     for start in range(0, vocab, BUFFER_COLUMNS):
         stop = min(start + BUFFER_COLUMNS, vocab)
         raw = buffer[: n * (stop - start)].view(n, stop - start)
         matmul_fp32(hidden, head.weight[start:stop].t(), raw)
         if low is not None and head.lora_b is not None:
+            # LoRA's part is added before the tiles' maxima are taken
             raw.add_(matmul_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
         _reduce_tiles_kernel[(cdiv(n, REDUCE_ROWS), cdiv(stop - start, TILE))](
             raw,

@@ -68,6 +68,7 @@ def _store_tile(
     if hard is not None:
         labels_ptr, scale_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = hard
         inside = rows < N
+        # lse lies in the chunk's order; labels and scales are looked up by token, through rows_ptr if there is one.
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
         if rows_ptr is not None:
             rows = tl.load(rows_ptr + rows, mask=inside, other=0)
@@ -152,6 +153,7 @@ def _project_kernel(
     for t in tl.range(tl.program_id(0), row_blocks * tiles, tl.num_programs(0), flatten=True):
         row_block = t % row_blocks  # fastest, so that programs side by side share a tile of the weight in L2
         tile = t // row_blocks
+        # The whole tile [BLOCK_N, TILE] is summed over H in fp32, so that its epilogue sees unrounded logits.
         z = tl.zeros((BLOCK_N, TILE), tl.float32)
         for step in range(steps):
             x = load_block(hidden_blocks, row_block * BLOCK_N, step * BLOCK_H, BLOCK_N, BLOCK_H, TMA)
@@ -209,6 +211,7 @@ def _reduce_tiles_kernel(
 ):
     """Reduce the tiles of `raw_ptr` [N, ...], the raw logits of columns `first_tile * TILE` and following."""
     row = tl.program_id(0) * BLOCK_N
+    # The columns left from here on; tiles past V load zeros, which _store_tile (MASKED) turns into -inf.
     raw_blocks = raw_ptr, raw_stride, N, V - first_tile * TILE
     z = load_block(raw_blocks, row, tl.program_id(1) * TILE, BLOCK_N, TILE, False).to(tl.float32)
     _store_tile(

@@ -30,6 +30,8 @@ def _log_ratio_product(p, log_p, log_q):
 def one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
     """Return `f` and `g` of one divergence, elementwise: `reference_terms` in Triton."""
     if KIND == FORWARD_KL:
+        # A teacher's logit of -inf gives p_t = 0 and the guarded product 0; a student's of -inf under p_t > 0 gives
+        # inf.
         g = p_s - p_t
         f = _log_ratio_product(p_t, log_t, log_s) + g
     elif KIND == REVERSE_KL:
@@ -41,6 +43,9 @@ def one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
         g = 0.5 * tl.where(difference > 0.0, p_s, tl.where(difference < 0.0, -p_s, 0.0))
     else:
         d = log_t - log_s
+        # Mixtures in the ratio e = p_t / p_s, with q = m / p_s: equal distributions give q = 1 and a logarithm of
+        # exactly 0. The clamp keeps e finite where one logit is -inf; beyond it the smaller probability vanishes in
+        # fp32.
         d = tl.where(d == d, d, 0.0)  # both -inf
         d = tl.maximum(tl.minimum(d, MAX_LOG_RATIO), -MAX_LOG_RATIO)
         e = exp(d)
@@ -93,6 +98,7 @@ def normaliser(shift_ptr, total_ptr, tiles, inverse_t, TILES: tl.constexpr):
     tile = tl.arange(0, TILES)
     total = tl.load(total_ptr + tile, mask=tile < tiles, other=0.0)
     shift = tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)
+    # A tile whose logits are all -inf has total 0 and a shift of 0 that is no logit: it must not win the maximum.
     maximum = tl.max(tl.where(total > 0.0, shift, -float("inf")), 0)
     parts = tl.where(total > 0.0, total * tl.exp((shift - maximum) * inverse_t), 0.0)
     return maximum, maximum * inverse_t + tl.log(tl.sum(parts, 0))
@@ -101,6 +107,7 @@ def normaliser(shift_ptr, total_ptr, tiles, inverse_t, TILES: tl.constexpr):
 @triton.jit
 def load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles):
     """Logits [BLOCK, TILE] of a row; -inf beyond the vocabulary."""
+    # Shifts beyond the last tile load as 0, so that -inf + 0 stays -inf.
     values = tl.load(values_ptr + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
     return values + tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)[:, None]
 
@@ -116,6 +123,7 @@ def logit_at(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
 @triton.jit
 def to_int32(index, V):
     """Return indices as int32, clamped to [-3, V]: out-of-range ids stay out of range, -1 and -2 as they are."""
+    # Clamp before the cast: an id of 2^32 would wrap to 0, a token like any other.
     return tl.maximum(tl.minimum(index.to(tl.int64), V), -3).to(tl.int32)
 
 
@@ -129,6 +137,7 @@ def label_logprob(logit, label, lse, V, whole_vocab):
 @triton.jit
 def clamp_at_zero(x):
     """Return `max(x, 0)`, with NaN kept."""
+    # a comparison, since a maximum may drop NaN, and NaN is how a bad label shows
     return tl.where(x < 0.0, 0.0, x)
 
 
@@ -154,6 +163,7 @@ def agreement_part(tops, V, whole_vocab):
 def hard_gradient(p, columns, label, lse, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
     """Return the hard-label term's gradient from probabilities at T = 1. `hard`: weight, smoothing, z-loss."""
     weight, smoothing, z_loss = hard
+    # d(lse)/dz = p, so that d(z_loss lse^2)/dz = 2 z_loss lse p.
     if Z_LOSS:
         p *= 1.0 + 2.0 * z_loss * lse
     if SMOOTHED:
@@ -187,6 +197,7 @@ def raw_logit_gradient(g, z, scale, transform, SCALED: tl.constexpr, CAPPED: tl.
     if SCALED:
         g *= student_scale
     if CAPPED:
+        # z is the capped logit, z / cap = tanh(u), and dz/du = 1 - tanh(u)^2.
         g *= 1.0 - (z * inverse_cap) * (z * inverse_cap)
     return g
 

@@ -58,6 +58,7 @@ def _row_normalisers_kernel(
 
     They are the maximum and the log sums of exponentials at T and at 1, of the student and then of the teacher.
     """
+    # A program a row. Shifts and totals are [n, tiles]: a row's lie side by side, TILES of them read at once.
     start = tl.program_id(0).to(tl.int64) * tiles
     student_shift, student_total, student_hard = student
     teacher_shift, teacher_total, teacher_hard = teacher
@@ -104,6 +105,8 @@ def _gradient_sums(
     g_without_top_sum = g_sum
     others_p = g_sum
     for block in range(tl.cdiv(tiles, BLOCK)):
+        # A step is BLOCK tiles of TILE columns, [BLOCK, TILE]: the first axis picks the tile's shift, the flattened two
+        # are the row's columns. In the last step tiles and columns beyond V load as -inf: p, f and g are 0 there.
         tile = block * BLOCK + tl.arange(0, BLOCK)
         columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         log_s = load_tiles(student[0], student[1], tile, columns, V, tiles) * inverse_t - lse_s
@@ -173,6 +176,7 @@ def _row_kernel(
     row = chunk_row
     if rows_ptr is not None:
         row = tl.load(rows_ptr + chunk_row)
+    # `row` finds what belongs to the token (label, scale, loss, statistics), `chunk_row` what lies in the buffers.
     scale = tl.load(scale_ptr + row)
     student_ptr += chunk_row * student_stride
     gradient_ptr += chunk_row * gradient_stride
@@ -183,6 +187,8 @@ def _row_kernel(
         return
 
     teacher_ptr += chunk_row * teacher_stride
+    # The row's maxima are compared for equality below: logits are rebuilt as value + shift, and the tile's maximum is
+    # stored as exactly 0, so that the top logit comes back as its shift.
     student_max = tl.load(norms_ptr + chunk_row)
     lse_s = tl.load(norms_ptr + norms_stride + chunk_row)
     lse1_s = tl.load(norms_ptr + 2 * norms_stride + chunk_row)
@@ -247,6 +253,7 @@ def _row_kernel(
             block = blocks - 1 - step
         tile = block * BLOCK + tl.arange(0, BLOCK)
         columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        # Loaded again after a first sweep: a row of both models does not fit into registers.
         z_s = load_tiles(student_ptr, student_shift_ptr, tile, columns, V, tiles)
         z_t = z_s
         if HAS_TEACHER:
@@ -263,6 +270,7 @@ def _row_kernel(
         # Hard labels and statistics are defined at T = 1, divergences at T.
         p1 = p_s  # the student at T = 1
         if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
+            # Compiled only where the probabilities of the divergence are not those at T = 1.
             p1 = exp(z_s - lse1_s)
         if SMOOTHED:
             z_sum += reduce_by_8(tl.where(columns < V, z_s, 0.0))
@@ -292,6 +300,7 @@ def _row_kernel(
             if HARD:
                 g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
             g = raw_logit_gradient(g, z_s, scale, transform, SCALED, CAPPED)
+            # The gradient's one rounding to 16 bits. Columns beyond V, padding of the buffer's rows, stay unwritten.
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
 
     # No divergence is negative; rounding may leave the sum of two nearly equal distributions just below 0.
@@ -303,6 +312,7 @@ def _row_kernel(
         # The log sum of exponentials belongs to the row, not to these columns: one rank adds it.
         row_lse = lse1_s * owns_row_terms
         loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
+    # Only the loss is scaled: statistics are of the token, whatever its weight.
     tl.store(loss_ptr + row, loss * scale)
     if STATS:
         agreement = agreement_part(tl.sum(top_count), V, whole_vocab)
@@ -336,6 +346,7 @@ def row_normalisers(student: ChunkLogits, other: ChunkLogits, temperature: float
         1.0 / temperature,
         **flags,
         TILES=next_power_of_2(tiles),
+        # one warp: some hundred numbers a row, and no exchange between warps
         num_warps=1,
     )
     return log_normalisers

@@ -21,9 +21,11 @@ SECOND_BACKWARD = (
 @triton.jit
 def _scale_kernel(gradient_ptr, factor_ptr, elements, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
+    # read on the device: the host would have to wait for it
     if factor == 1.0:
         return
     for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+        # int64: a head's gradient may have more than 2^31 elements
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         gradient = tl.load(gradient_ptr + at, mask=at < elements).to(tl.float32)
         tl.store(gradient_ptr + at, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=at < elements)
@@ -64,5 +66,6 @@ def fp16_safe_scale(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
     """
     if dtype != torch.float16 or not row_scale.numel():
         return row_scale, None
+    # A power of two changes no digits, and the maximum stays on the device. The clamp keeps all-zero scales finite.
     exponent = torch.log2(row_scale.abs().max().clamp_min(torch.finfo(torch.float32).tiny)).ceil()
     return row_scale * torch.exp2(-exponent), torch.exp2(exponent)
