@@ -255,7 +255,7 @@ def reference_stats(
     Args:
         z: the student's transformed logits, [n, V].
         z_teacher: the teacher's, or None.
-        o: the loss, whose divergences are reported.
+        objective: the loss, whose divergences are reported.
         request: labels and scales.
     """
     targets = request.targets
