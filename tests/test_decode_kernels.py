@@ -27,12 +27,12 @@ TILES = [fused_linear.DecodeTile(16, 32), fused_linear.DecodeTile(16, 16, 3), fu
 
 
 @pytest.mark.plain(
-    "1-qkv-Tile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
-    "1-down-Tile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
-    "17-biases-Tile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
-    "17-down-Tile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
-    "65-biases-Tile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
-    "65-down with bias-Tile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
+    "1-qkv-DecodeTile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
+    "1-down-DecodeTile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
+    "17-biases-DecodeTile(outputs=16, inputs=32, splits=1, warps=4, stages=4)-torch.float32",
+    "17-down-DecodeTile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
+    "65-biases-DecodeTile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
+    "65-down with bias-DecodeTile(outputs=32, inputs=64, splits=2, warps=4, stages=4)-torch.float16",
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)

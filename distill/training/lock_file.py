@@ -30,6 +30,7 @@ from distill.models.load.fingerprint import model_identity
 from distill.models.loading import STUDENT_SEED, TEACHER_SEED
 from distill.models.patch.attention import BACKENDS
 from distill.recipe import Recipe, parse
+from distill.recipe.teacher_config import every_field
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.base import Teacher
 
@@ -141,8 +142,15 @@ def read_lock(path: Path) -> Plain:
 
 
 def locked_recipe(recipe: Recipe) -> Plain:
-    """Return the part of a recipe that a lock file holds: all but the name and folder of the run."""
-    return recipe.model_dump(mode="json", exclude={"name", "output_dir"})
+    """Return the part of a recipe that a lock file holds: all but the name and folder of the run.
+
+    A teacher has the fields of every type, as in recipe.yaml and in the locks of earlier runs, so that a setting is
+    never compared with its absence.
+    """
+    tree = recipe.model_dump(mode="json", exclude={"name", "output_dir"})
+    tree["teacher"] = every_field(tree["teacher"])
+    tree["teachers"] = [every_field(teacher) for teacher in tree["teachers"]]
+    return tree
 
 
 def locked_attention(lock: Mapping[str, Any] | None, path: str) -> Plain:
