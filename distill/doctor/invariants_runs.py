@@ -47,9 +47,8 @@ Weights = dict[str, torch.Tensor]
 def resume_is_exact(subject: CheckSetup) -> CheckResult:
     """Check that a resumed run is bit-exact: weights, optimizer, scheduler, random state, losses.
 
-    It stops one step before an epoch's end and makes three more, packed and accumulated; compared with a run without
-    the
-    stop.
+    It stops one step before an epoch's end and makes three more, packed and accumulated; compared with a run
+    without the stop.
     """
     subject = subject.truncated()
     accumulation = 2 if len(subject.rows) >= 4 else 1
@@ -231,6 +230,7 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
     """Run the program in two processes through torchrun; returns exit code and standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # doctor itself may run under a launcher, whose rank and address the two processes must not take for theirs
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     if not gpus:

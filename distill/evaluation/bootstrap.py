@@ -67,6 +67,8 @@ def _resampled(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
     at_once = max(1, AT_ONCE // rows)
     parts = []
     for start in range(0, draws, at_once):
+        # How often each row is drawn, instead of which: the resampled sums are one matrix product, and equal seeds draw
+        # equal rows for any metrics.
         often = random.multinomial(rows, np.full(rows, 1 / rows), size=min(at_once, draws - start))
         parts.append(often.astype(np.float64) @ values)
     return np.concatenate(parts)

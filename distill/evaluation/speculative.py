@@ -32,6 +32,7 @@ def measure_acceptance(
         `tokens_per_forward` of the teacher.
     """
     draft: Any = student.generation_config  # of which assisted generation takes the number of drafts
+    # one draft a step, never more or fewer: forward passes of the student then count drafts
     draft.num_assistant_tokens = 1
     draft.num_assistant_tokens_schedule = "constant"
     draft.assistant_confidence_threshold = 0.0
@@ -54,6 +55,7 @@ def measure_acceptance(
             both = [model(input_ids=whole[:, :-1]).logits[0, len(prompt) - 1 :].float() for model in models.values()]
             columns = min(logits.shape[-1] for logits in both)
             p_s, p_t = (logits[:, :columns].softmax(-1) for logits in both)
+            # each forward pass of the teacher gives one token of its own; what was made beyond are accepted drafts
             found.append([made - steps, drafts, float(torch.minimum(p_s, p_t).sum()), made, steps])
     finally:
         for hook in hooks:

@@ -146,6 +146,7 @@ class TransformersEngine(DecodeEngine):
         result = Generated([], [])
         # it takes part in each call of a layer, though it has no prompts left: one token from padding
         padding = Request([[self.pad]], [1], [0], request.sampling, batch_size)
+        # every process goes through the same rounds, also one whose part of the last round is empty
         for start in range(0, len(request.prompts), batch_size * world):
             first = start + rank * batch_size
             numbers = range(len(request.prompts))[first : first + batch_size]

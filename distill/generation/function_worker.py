@@ -24,6 +24,8 @@ OWNER_S = 0.5  # between two looks for the process that started this one
 
 
 def main() -> None:
+    # A thread, since the function may never return. The present parent is the owner: another one means that it has
+    # ended.
     threading.Thread(target=_end_with_owner, args=(os.getppid(),), daemon=True).start()
     own = os.getpid()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

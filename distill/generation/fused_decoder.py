@@ -99,6 +99,7 @@ class FusedDecoder:
         scaled = buffer(weight.shape[1])
         positions = torch.arange(cache.slots, device=weight.device)[None]
         self.cos, self.sin = (table[0].contiguous() for table in decoder.get_submodule("rotary_emb")(x, positions))
+        # all layers have the shapes of the first: its launch shapes and buffers serve every one
         products = _products(self.own[0], self._norm(1))
         heads = self._heads(self.own[0])
         cache.allocate(buffer(0).view(rows, heads.kv_heads, 0, heads.size))
@@ -113,6 +114,8 @@ class FusedDecoder:
         def stream(parts: int) -> Stream:
             return Stream(x, scaled, torch.empty(parts, rows, dtype=torch.float32, device=weight.device))
 
+        # One residual stream, and three sets of sums of squares: the GEMM that adds to the stream leaves them for the
+        # norm that the next one takes in, one sum per tile of its columns.
         self.first_stream, self.middle_stream = stream(1), stream(tiles_of(products.out, self.plan.out))
         self.stream = stream(tiles_of(products.down, self.plan.down))
 
@@ -140,6 +143,7 @@ class FusedDecoder:
         qkv, out, gate_up, down, pace, _ = self.plan
         for number, (layer, kept) in enumerate(zip(self.own, self.cache.kept(), strict=True), 1):
             products = _products(layer, self._norm(number))
+            # each GEMM also applies the norm of what it reads, or adds to the stream what it computes
             heads = self._heads(layer)
             cached = LayerCache(*kept, self.cache.lengths, self.cos, self.sin)
             multiply_rows(self.qkv, stream, products.qkv, self.scratch, qkv)

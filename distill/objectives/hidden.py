@@ -171,6 +171,7 @@ class HiddenFormat(FusedFormat):
         fused = build_loss(section.model_copy(update={"terms": rest}), transforms) if rest else None
         measured = fused
         if measured is None or not measured.objective.needs_teacher:
+            # terms without a divergence of whole distributions report the forward KL all the same, as a metric
             measured = build_loss("forward_kl", transforms)
         return CompositeLoss(own, fused, measured)
 

@@ -26,6 +26,7 @@ class LayerTermLoss(TermLoss):
         rows = call.trained_rows()
         matched = states.matching.find(self.term)
         values = self.sum_over_pairs(states, rows) / len(matched.pairs)
+        # recorded before the reduction: the metric is a mean over the interval, whatever the loss divides by
         states.record(matched.name, values)
         return self.reduce(values, rows, call)
 
@@ -79,4 +80,5 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
         states = states.to(torch.get_autocast_dtype(kind))
     if states.shape[1] == heads:
         return states
+    # all heads side by side, cut anew: a relation head may hold several attention heads, or a part of one
     return states.transpose(1, 2).flatten(2).unflatten(-1, (heads, -1)).transpose(1, 2)

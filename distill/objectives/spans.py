@@ -1,6 +1,7 @@
 """The divergence between two models whose tokens differ, at the places where both have read the same bytes.
 
-Spans (alignment.py) begin where a token of each model ends. There both models have read the same bytes, and their
+Spans (rows/retokenised/alignment.py) begin where a token of each model ends. There both models have read the same
+bytes, and their
 next-token distributions at temperature T, `p_s` over the student's vocabulary and `p_t` over the teacher's, are
 compared as distributions over three kinds of outcomes:
 
@@ -25,7 +26,7 @@ tokens compared directly beside sorted ones are also what GOLD (Patino et al., 2
 whole distribution by the probability of the tokens that follow, here only the outcome that continues with them.
 
 The gradient, by `A = dL/dlog p` for each row of the student's: `g` of the table at shared tokens; `g(S, P)` at every
-token of the span; `sign p_s` at the rest; then `dL/dz = (A - p_s sum(A)) / T` (loss.py).
+token of the span; `sign p_s` at the rest; then `dL/dz = (A - p_s sum(A)) / T` (span_loss.py).
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def top_k_chunks(
     """Yield the student's most probable tokens and the teacher's log-probabilities, chunk by chunk, without a graph.
 
     Args:
-        call, teacher, transform, pairing: See the losses.
+        call, teacher, transform, alignment: See the losses.
         temperature: Temperature of the teacher's probabilities.
 
     Yields:

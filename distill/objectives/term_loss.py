@@ -32,7 +32,6 @@ class TermLoss(abc.ABC):
 
     Args:
         section: The recipe's loss, for its temperature.
-        pairing: Alignment of the two vocabularies.
         transform: Scale and soft cap of the teacher's logits.
 
     Attributes:

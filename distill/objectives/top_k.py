@@ -53,7 +53,7 @@ def top_k_targets(stored: Mapping[str, torch.Tensor], rows: torch.Tensor, shape:
     """Return the targets of `rows` of a batch at their positions; 0 where no token is trained.
 
     Args:
-        stored: fields of `encode.TopK` by name, for M positions.
+        stored: fields of `EncodedTopK` by name, for M positions.
         rows: int64 [M], flat positions.
         shape: Shape of the batch, [B, S].
         tail: Representation of the other tokens in the cache.

@@ -76,6 +76,7 @@ def estimate_placement(plan: DevicePlan) -> Placement:
     world = plan.world
     whole = student.quantise is not None and student.lora is not None  # what `compatibility` requires of both
     ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
+    # the peak includes the teacher, which is placed here: without it what is left is S(1) and S(world)
     others = [way.peak - way.parts["teacher"] for way in ways]
     needs = MemoryNeeds(ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, *others)
     teachers = "copied" if parallel.teacher == "served" or not plan.source.shardable else parallel.teacher
@@ -102,6 +103,7 @@ def choose_placement(
     """
     if world == 1:
         return Placement("ddp", False, needs.teacher + needs.copied <= usable)
+    # shards with what is gathered at a time may take more than a whole copy, where the head is large
     shard = min(needs.teacher, needs.teacher / world + needs.gathered)
     ways: list[tuple[Strategy, bool, float]] = [
         ("ddp", False, needs.teacher + needs.copied),

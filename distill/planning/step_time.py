@@ -112,6 +112,7 @@ def step_time(plan: DevicePlan, tokens: StepTokens, read: StepTokens | None = No
         return PredictedStepTime(flops, None)
     clock = DeviceClock(gpu_spec, peak, tokens, plan.world * plan.accumulation)
     work = clock.seconds(student.flops, recipe.student.compute == "fp8")
+    # the teacher's head works in the loss, on the training GPUs
     work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
     students = _student_seconds(plan, clock, work)
     teachers = _teacher_seconds(plan, clock._replace(tokens=read), teacher)
@@ -132,6 +133,7 @@ def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float
     sharded = place(plan).student_sharded
     held = step_memory(plan, sharded=sharded).parts
     optimizer = (3 * held["gradients"] + 2 * held["optimizer states"]) / clock.bandwidth
+    # a ring all-reduce sends each gradient twice: reduce-scatter, then all-gather
     exchanged = 2 * held["gradients"]
     if sharded:  # its weights gathered forward and backward, its gradients summed in float32
         gathered = 2.0 * plan.precision.compute.itemsize * shape.parameters * plan.accumulation

@@ -5,7 +5,7 @@
 The first steps run eagerly, so that kernels are compiled and tuned and the optimizer has its states. With `auto`
 further steps are timed eagerly and as many replayed, and the faster mode is kept: a graph must win by `WINS`, since it
 holds memory. Timed steps are steps of the run: a graph gives the same bits as eager launches. A model whose wide last
-layer computes only the trained rows (patch/output_rows.py) stays eager with `auto`: in a graph it would compute all
+layer computes only the trained rows (models/output_rows.py) stays eager with `auto`: in a graph it would compute all
 rows, with other rounding.
 """
 

@@ -140,6 +140,8 @@ class Meter:
         """
         phases = self.phases.seconds()
         steps = max(self.phases.steps, 1)
+        # The host's numbers go with the device's sums, so that one reduction and one wait serve all; the 1 counts the
+        # ranks.
         host = self._counts.new_tensor([self._tokens, 1.0, *phases.values()])
         values = reduce(torch.cat([self._sums, self._drawn, self._counts, self._work[None], host])).tolist()
         begin = len(self._sums)

@@ -51,6 +51,7 @@ class Phases:
         self.restart()
 
     def restart(self) -> None:
+        # events are used again: making thousands of them costs more than recording them
         self._free += [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
         self._marks = []
         self.steps = 0
