@@ -117,6 +117,7 @@ def evaluate(
     borrowed = objective is not None
     objective = objective or DistillationObjective(teacher, student, "forward_kl")
     collator = Collator(0, columns=objective.teacher.columns)  # padding is masked, and a document of its own
+    # an objective in training is only borrowed: it has its own loss back afterwards, also after an error
     loss = objective.loss
     objective.loss = objective.held_out_loss()
     try:
@@ -160,6 +161,7 @@ def _sums(
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     starts = range(0, len(rows), batch_size)
     sums = torch.zeros(9, dtype=torch.float64, device=device)
+    # every process gets as many batches as the others, the last ones without rows of their own (below)
     own = [first + rank for first in range(0, len(starts), world)]
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:

@@ -232,8 +232,8 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[RolloutDocument]:
             if end > start:
                 other = None
                 if others:
-                    # The teacher's input is as long as its last position that predicts a trained token: `teacher_rows`
-                    # pairs it with the student's position before `end - 1`.
+                    # `teacher_rows` says where the teacher predicts the document's last trained token, the student at
+                    # `end - 2`: its input ends one position later
                     predicts_last = teacher_row_of[row * len(ids[row]) + end - 2] % len(teacher[row])
                     other = teacher[row][others[row][number][0] : predicts_last + 2]
                 route = int(batch["routes"][row, start]) if "routes" in batch else None

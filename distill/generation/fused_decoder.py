@@ -143,9 +143,9 @@ class FusedDecoder:
         qkv, out, gate_up, down, pace, _ = self.plan
         for number, (layer, kept) in enumerate(zip(self.own, self.cache.kept(), strict=True), 1):
             products = _products(layer, self._norm(number))
-            # each GEMM also applies the norm of what it reads, or adds to the stream what it computes
             heads = self._heads(layer)
             cached = LayerCache(*kept, self.cache.lengths, self.cos, self.sin)
+            # each GEMM also applies the norm of what it reads, or adds to the stream what it computes
             multiply_rows(self.qkv, stream, products.qkv, self.scratch, qkv)
             decode_step_attention(self.qkv, heads, cached, self.attended, self.scratch, pace)
             multiply_rows(self.attended, self.middle_stream, products.out, self.scratch, out)

@@ -96,13 +96,13 @@ def unpack_ids(packed: Mapping[str, torch.Tensor], vocabulary: int) -> torch.Ten
 
 
 def pack_top_k(top: Mapping[str, torch.Tensor], vocabulary: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the packed rows of K tokens of M positions, named as the fields of `TopK`, on the CPU."""
+    """Return the packed rows of K tokens of M positions, named as the fields of `EncodedTopK`, on the CPU."""
     numbers = {name: top[name].to(dtype).cpu() for name in ("logprobs", *FIGURES)}
     return pack_ids(top["ids"], vocabulary) | numbers
 
 
 def unpack_top_k(packed: Mapping[str, torch.Tensor], vocabulary: int) -> dict[str, torch.Tensor]:
-    """Return the fields of `TopK` by name, ids in int32 and numbers in the dtype that they were packed in."""
+    """Return the fields of `EncodedTopK` by name, ids in int32 and numbers in the dtype that they were packed in."""
     return {"ids": unpack_ids(packed, vocabulary)} | {name: packed[name] for name in ("logprobs", *FIGURES)}
 
 

@@ -1,9 +1,8 @@
 """The divergence between two models whose tokens differ, at the places where both have read the same bytes.
 
 Spans (rows/retokenised/alignment.py) begin where a token of each model ends. There both models have read the same
-bytes, and their
-next-token distributions at temperature T, `p_s` over the student's vocabulary and `p_t` over the teacher's, are
-compared as distributions over three kinds of outcomes:
+bytes, and their next-token distributions at temperature T, `p_s` over the student's vocabulary and `p_t` over the
+teacher's, are compared as distributions over three kinds of outcomes:
 
     shared   a token of the same bytes in both vocabularies: p_s(v) against p_t(v);
     span     the text that follows up to the next common boundary, where the models cut it differently (else it is one

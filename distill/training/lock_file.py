@@ -91,6 +91,8 @@ def hash_rows(rows: Iterable[Mapping[str, object]]) -> str:
     digests = {name: (hashlib.sha256(), hashlib.sha256()) for name in ("input_ids", "labels", "position_ids")}
     for columns in _columns(rows, tuple(digests)):
         for (lengths, values), column in zip(digests.values(), columns, strict=True):
+            # lengths apart from values: a token that moved over a row's end changes the hash; fixed widths, for any
+            # machine
             lengths.update(column[0].astype("<i8").tobytes())
             values.update(column[1].astype("<i4").tobytes())
     return hashlib.sha256(b"".join(part.digest() for pair in digests.values() for part in pair)).hexdigest()
