@@ -20,7 +20,7 @@ class Footprint(NamedTuple):
         loading: Peak bytes on a device during loading, with the student; 0 if no more than afterwards.
         token_bytes: Bytes of targets per token of a micro-batch.
         logits: True if the teacher's logits are computed next to the student's.
-        work: FLOPs a token; None where they are not known.
+        flops: FLOPs a token; None where they are not known.
         workspace: Bytes of the loss's workspace; None for the workspace of the fused losses.
         wide_head_gradient: True if the gradient of the student's head is accumulated in float32.
     """

@@ -34,7 +34,7 @@ class ModelPair(NamedTuple):
         teacher, student: Both models on the device; a sharded teacher is already patched.
         vocabulary: Tokenizers of both models.
         vocab_size: Number of vocabulary columns that are compared; None for the columns of the teacher's targets.
-        verdict: Result of comparing the two vocabularies, one line.
+        vocabulary_note: Result of comparing the two vocabularies, one line.
         layer_indices: Indices of the teacher's layers in a student that is cut from it; None for any other student.
     """
 

@@ -24,7 +24,7 @@ class Match(NamedTuple):
 
     Attributes:
         columns: Number of vocabulary columns that are compared; None for those of the teacher's format.
-        verdict: Result of the comparison, one line.
+        vocabulary_note: Result of the comparison, one line.
     """
 
     columns: int | None

@@ -51,7 +51,7 @@ class Phases:
         self.restart()
 
     def restart(self) -> None:
-        # events are used again: making thousands of them costs more than recording them
+        # events are used again rather than made anew in each step
         self._free += [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
         self._marks = []
         self.steps = 0

@@ -45,7 +45,7 @@ class PatchReport:
         left: Class names that looked alike but compute something else, with the reason.
         attention: Back end in use, or None where the model kept its own attention.
         loss: Whether a call with labels computes the fused loss and no logits.
-        verdicts: Findings on each kind of module, for a model of the same parts without weights.
+        trial_results: Findings on each kind of module, for a model of the same parts without weights.
     """
 
     model_type: str

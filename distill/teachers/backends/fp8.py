@@ -135,7 +135,7 @@ def quantise_and_measure(
         format: Format of its targets.
         batch: Collated batch on the models' device: `input_ids`, `labels` [B, S].
         student: The student with its present weights; None where it reads other tokens.
-        pairing: Alignment of both models' vocabularies.
+        alignment: Alignment of both models' vocabularies.
         skip: Layers that stay in 16 bits, in the notation of `teacher.fp8_skip`.
 
     Raises:
