@@ -90,7 +90,7 @@ def choose_plan(
     """Return the launch shapes for `rows` sequences of up to `slots` tokens and a layer's qkv, o, gate-up and down."""
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
-    # Shapes searched on one family at one size of model are used there alone; elsewhere `choose_decode_tile` decides.
+    # Shapes searched for many rows of one size of model, for its like alone; elsewhere `choose_decode_tile` decides.
     over_64 = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
     tiles = list(TILES_OVER_64_ROWS) if over_64 else [choose_decode_tile(rows, product, facts) for product in products]
     tiles = [

@@ -141,7 +141,7 @@ def _scores_kernel(
     tiles = tl.num_programs(0)
     QUARTER: tl.constexpr = BLOCK_N // 4
     # Lanes side by side are the four columns of one Philox block, a quarter of the vocabulary apart. Those past a
-    # quarter or past V read the last row of W, and count as -inf.
+    # quarter or past V read some row of W, so as not to read beyond it, and count as -inf.
     n = tl.arange(0, BLOCK_N)
     counter = tile * QUARTER + n // 4
     column = n % 4 * quarter + counter
