@@ -29,11 +29,14 @@ def _philox(counter: torch.Tensor, draw: torch.Tensor, seed: torch.Tensor) -> tu
     """Return four words of Philox-4x32-10, int64 below 2**32, from counters (counter, draw, 0, 0) and 64-bit keys."""
     key0 = seed & _MASK
     key1 = (seed >> 32) & _MASK
+    # The counter is (column within its quarter, number of the draw, 0, 0) and the key the seed's two halves: a block of
+    # noise has one address, and no state is carried from draw to draw.
     c0, c1, c2, c3 = torch.broadcast_tensors(counter, draw & _MASK, torch.zeros_like(draw), torch.zeros_like(draw))
     for _ in range(10):
         # a product of two 32-bit words wraps around int64 with all 64 bits right
         low = 0xD2511F53 * c0
         high = 0xCD9E8D57 * c2
+        # Ten rounds, as published; the order of the words is what makes them equal to those of Triton's generator.
         c0 = ((high >> 32) & _MASK) ^ c1 ^ key0
         c2 = ((low >> 32) & _MASK) ^ c3 ^ key1
         c1 = high & _MASK
@@ -45,6 +48,7 @@ def _philox(counter: torch.Tensor, draw: torch.Tensor, seed: torch.Tensor) -> tu
 
 def reference_noise(seeds: torch.Tensor, draws: torch.Tensor, columns: int) -> torch.Tensor:
     """Return the Gumbel noise, fp32 [B, columns], of draw number `draws` [B] under `seeds` [B]."""
+    # The four words of a block, side by side, are the four quarters of a row; the last may be cut short.
     quarter = cdiv(columns, 4)
     counter = torch.arange(quarter, device=seeds.device)[None]
     return _gumbel(torch.cat(_philox(counter, draws[:, None].long(), seeds[:, None]), dim=1)[:, :columns])
@@ -52,6 +56,7 @@ def reference_noise(seeds: torch.Tensor, draws: torch.Tensor, columns: int) -> t
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
     """Return Gumbel noise, fp32, from uniform words below 2**32."""
+    # In fp32 the largest words round up to 1, where the noise would be infinite; the half keeps 0 out at the other end.
     u = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # 1 - u would round a small u away, and with it the largest values of the noise
     exponential = torch.where(u < 2.0**-10, u * (1 + u * (0.5 + u / 3)), -torch.log(1 - u))
@@ -81,6 +86,8 @@ def _sample_kernel(
     BLOCK: tl.constexpr,
 ):
     """Store the first column of one row's largest (noisy) logit."""
+    # A program a row, BLOCK counters at a time, each of which serves four columns a quarter of the row apart: loads of
+    # a quarter are contiguous, and all four words of a block are used.
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row)
     draw = tl.load(draws_ptr + row)
@@ -88,9 +95,13 @@ def _sample_kernel(
     index = 0
     for start in range(0, quarter, BLOCK):
         counter = start + tl.arange(0, BLOCK)
+        # The offset's two halves are the counter's first two words, as in `_philox`. Unused, and compiled away, if
+        # greedy.
         words = tl.randint4x(seed, counter.to(tl.int64) + (draw << 32))
         for lane in tl.static_range(4):
             column = lane * quarter + counter
+            # The last step passes the end of a quarter, and the last quarter that of the row: neither may count as a
+            # column.
             held = (counter < quarter) & (column < columns)
             at = logits_ptr + row * stride_row + column
             score = tl.load(at, mask=held, other=-float("inf")).to(tl.float32)
@@ -100,6 +111,8 @@ def _sample_kernel(
                 noise = -tl.log(tl.where(u < 0.0009765625, small, -tl.log(1 - tl.minimum(u, 0.99999994))))
                 score = score * rate + noise
             top = tl.max(score, 0)
+            # Of equal scores the lowest column, here within a step and below between steps, whose order is not that of
+            # columns.
             first = tl.min(tl.where(score == top, column, 2147483647), 0)
             better = (top > best) | ((top == best) & (first < index))
             index = tl.where(better, first, index)

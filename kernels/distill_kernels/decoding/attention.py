@@ -88,6 +88,7 @@ def reference_decode_step_attention(
     sin = cached.sin[at][:, None]
     q, k = reference_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     sequence = torch.arange(batch, device=rows.device)
+    # Written before the attention, which reads the new key from the cache here; the kernel takes it from registers.
     cached.keys[sequence, at] = k[:, :, 0].to(cached.keys)
     cached.values[sequence, at] = v[:, 0].to(cached.values)
     keys = cached.keys.transpose(1, 2)
@@ -148,6 +149,8 @@ def _attention_kernel(
     batch = (pair // KV_HEADS).to(tl.int64)
     kv_head = pair % KV_HEADS
     newest = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), slots) - 1  # of the step before
+    # Older keys seen are slots `low` to `newest` - 1. Whole tiles of them are dealt out evenly over the chunks; a chunk
+    # may get none.
     low = tl.maximum(newest + 1 - window, 0)
     first_tile = low // BLOCK_N
     tiles = tl.cdiv(newest, BLOCK_N) - first_tile
@@ -159,6 +162,8 @@ def _attention_kernel(
         prefetch(keys_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
         prefetch(values_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
     wait_for_previous_kernel(DEPENDENT_LAUNCH)
+    # A tile of ROWS, at least 16 for the tensor cores: the G query heads, the new key, and rows that hold 0. Halves of
+    # a head are two tiles, so that the rotation needs no exchange between threads.
     row = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_HALF)
     head = tl.where(row < GROUP, kv_head * GROUP + row, HEADS + kv_head)  # row GROUP is the new key
@@ -166,10 +171,12 @@ def _attention_kernel(
     x_ptrs = rows_ptr + batch * stride_row + head[:, None] * D + d[None, :]
     x1 = tl.load(x_ptrs, mask=held, other=0.0)
     x2 = tl.load(x_ptrs + HALF, mask=held, other=0.0)
+    # fp32 inside; `low_precision` is the dtype of the rows and of the cache, to which modules round between steps.
     low_precision = x1.dtype
     x1 = x1.to(tl.float32)
     x2 = x2.to(tl.float32)
     if NORM:
+        # Lanes past HALF are 0 and add nothing; the mean is over D, not over the padded columns.
         factor = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
         is_key = (row == GROUP)[:, None]
         in_half = d < HALF
@@ -177,6 +184,7 @@ def _attention_kernel(
         w2 = _of_heads(q_norm_ptr + HALF, k_norm_ptr + HALF, d, in_half, is_key)
         x1 = ((x1 * factor).to(low_precision).to(tl.float32) * w1).to(low_precision).to(tl.float32)
         x2 = ((x2 * factor).to(low_precision).to(tl.float32) * w2).to(low_precision).to(tl.float32)
+    # The tables' row is the new token's position, the same for queries and key.
     angle = newest.to(tl.int64) * D + d
     cos1 = tl.load(cos_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
@@ -187,12 +195,17 @@ def _attention_kernel(
     # [ROWS, BLOCK_HALF] twice, side by side
     q = tl.reshape(tl.permute(tl.join(y1, y2), (0, 2, 1)), (ROWS, COLUMNS))
 
+    # A padded column of the tile to its column of the head: each half is padded to BLOCK_HALF on its own.
     c = tl.arange(0, COLUMNS)
     column = c // BLOCK_HALF * HALF + c % BLOCK_HALF  # of a head
     in_column = c % BLOCK_HALF < HALF
+    # Finite, not -inf: a row that has seen nothing yet would make -inf less -inf. Scores are to base 2, log2(e) being
+    # in their factor.
     m_i = tl.full((ROWS,), -1e30, tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # The new key is one chunk's alone, and starts its softmax: weight exp2(0) = 1, its value as the sum. It is stored
+    # to a slot that no chunk reads (older ones are below it), so that no barrier is needed.
     if chunk == CHUNKS - 1:
         key = tl.sum(tl.where((row == GROUP)[:, None], q.to(tl.float32), 0.0), 0)
         value_at = rows_ptr + batch * stride_row + (HEADS + KV_HEADS + kv_head) * D
@@ -206,12 +219,15 @@ def _attention_kernel(
 
     for n in tl.range(begin, end, BLOCK_N):
         slot = n + tl.arange(0, BLOCK_N)
+        # The first tile may begin before the window and the last end past the newest slot. What is there may be NaN: it
+        # is not loaded, since 0 times NaN would stay in the sum.
         seen = (slot >= low) & (slot < newest)
         at = base + slot.to(tl.int64)[:, None] * (KV_HEADS * D) + column[None, :]
         k = tl.load(keys_ptr + at, mask=seen[:, None] & in_column[None, :], other=0.0)
         v = tl.load(values_ptr + at, mask=seen[:, None] & in_column[None, :], other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [ROWS, BLOCK_N]
         s = tl.where(seen[None, :], s * score_scale, float("-inf"))
+        # Online softmax: what was summed so far is scaled to the new maximum, then this tile's keys are added.
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
@@ -221,6 +237,7 @@ def _attention_kernel(
 
     out_at = out_ptr + batch * stride_out + kv_head * (GROUP * D)
     in_group = row < GROUP
+    # A chunk without keys: 0 by any number, and an lse so low that its weight below is 0.
     whole = tl.where(l_i == 0, 1.0, l_i)
     acc = acc / whole[:, None]
     if CHUNKS == 1:
@@ -230,17 +247,23 @@ def _attention_kernel(
             mask=in_group[:, None] & in_column[None, :],
         )
     else:
+        # Behind the parts of all B Hkv heads, in the same buffer.
         lse_ptr = parts_ptr + tl.num_programs(1).to(tl.int64) * (GROUP * CHUNKS * COLUMNS)
         part = (pair.to(tl.int64) * GROUP + row) * CHUNKS + chunk
         tl.store(lse_ptr + part, tl.where(l_i == 0, -1e30, m_i + tl.log2(whole)), mask=in_group)
         tl.store(parts_ptr + part[:, None] * COLUMNS + c[None, :], acc, mask=in_group[:, None])
         tl.debug_barrier()  # all threads' parts before the one that counts
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == CHUNKS - 1:
+            # All chunks have counted, so that nobody else touches the counter in this launch; the next one finds it at
+            # 0.
             tl.store(counters_ptr + pair, 0)
             other = tl.arange(0, AT_ONCE)
             there = other < CHUNKS
+            # A query head at a time, its chunks the rows of one tile; the order is fixed, so the bits are the same
+            # every time.
             for g in tl.static_range(GROUP):
                 of_head = (pair.to(tl.int64) * GROUP + g) * CHUNKS + other
+                # From L2: L1 of this multiprocessor may hold an earlier layer's parts at the same addresses.
                 lse = tl.load(lse_ptr + of_head, mask=there, other=-1e30, cache_modifier=".cg")
                 weight = tl.where(there, tl.exp2(lse - tl.max(lse, 0)), 0.0)
                 at = parts_ptr + of_head[:, None] * COLUMNS + c[None, :]

@@ -23,6 +23,8 @@ if HAS_TRITON:
 @triton.jit
 def wait_for_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr):
     """Wait for the previous kernel's results, then let the next kernel start."""
+    # The wait returns when the previous kernel is complete and its writes are visible, and that one had waited
+    # likewise: whatever any earlier kernel wrote may be read or overwritten from here on.
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -32,8 +34,11 @@ def wait_for_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr):
 def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
     """Prefetch columns `first` up to `last`, at most COLUMNS, of `rows` of a [., K] weight into L2."""
     if has_ptx():
+        # One address a line of 128 bytes is enough to bring it to L2; nothing enters registers, so that nothing is
+        # waited for.
         LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
         column = first + tl.arange(0, (COLUMNS + LINE - 1) // LINE) * LINE
+        # int64: a row of a large weight, such as the head's, may start beyond 2^31 elements.
         at = weight_ptr + rows.to(tl.int64)[:, None] * K + column[None, :]
         inside = tl.broadcast_to((column < last)[None, :], at.shape)
         tl.inline_asm_elementwise(
@@ -49,6 +54,7 @@ def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
 @triton.jit
 def rms_factor(squares_ptr, m, M, parts, H, eps, PARTS: tl.constexpr):
     """Return 1 / sqrt(mean of squares + eps) / SHRINK of rows `m`, from `parts` sums of squares [parts, M]."""
+    # The writer's tiles left one sum each, added here in one order by every program: all get the same bits.
     part = tl.arange(0, PARTS)
     at = squares_ptr + part[:, None] * M + m[None, :]
     squares = tl.load(at, mask=(part < parts)[:, None] & (m < M)[None, :], other=0.0)
@@ -89,6 +95,7 @@ def multiply(
 
     `rows` of the weights exist; rows of x from M on, and columns from K on, count as 0. EVEN: no column is from K on.
     """
+    # x is [BLOCK_M, BLOCK_K] and W [BLOCK_N, BLOCK_K] at a time, both with the inner dimension side by side.
     k = first + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :]
     offsets = rows.to(tl.int64)[:, None] * K + k[None, :]
@@ -96,9 +103,12 @@ def multiply(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total_up = tl.zeros((BLOCK_M, BLOCK_N if GATED else 1), tl.float32)
     for done in range(0, part, BLOCK_K):
+        # Where no column is past the end the comparison is constant, and its mask is compiled away.
         inside = ((tl.arange(0, BLOCK_K) < K - first - done) | EVEN)[None, :]
         x = tl.load(x_ptrs + done, mask=held & inside, other=0.0)
+        # Each weight is read once in a step and may leave L2 first; x is read by every program and should stay.
         weight = tl.load(weight_ptr + offsets + done, mask=inside, other=0.0, eviction_policy="evict_first")
+        # The cast brings a weight kept in fp32 to the dtype of the products; of equal dtypes it is nothing.
         total = tl.dot(x, weight.to(x.dtype).T, total, input_precision=PRECISION)
         if GATED:
             up = tl.load(up_ptr + offsets + done, mask=inside, other=0.0, eviction_policy="evict_first")

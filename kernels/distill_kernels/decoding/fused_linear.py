@@ -78,6 +78,7 @@ def reference_product(x: torch.Tensor, product: Product, out: torch.Tensor) -> N
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     if not product.adds:
         factor = torch.rsqrt(x.to(accumulate_dtype).pow(2).mean(-1, keepdim=True) + product.eps)
+        # Rounded after the norm and again after its weight, as the modules do.
         x = product.norm * (x.to(accumulate_dtype) * factor).to(x.dtype)
 
     def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -131,6 +132,7 @@ def _product_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     # the tile within its weight, and that weight's first column of y
+    # Tiles are counted weight by weight, so that none holds columns of two: the last of each is cut short by its mask.
     own = tile
     base = 0
     weight_ptr = weight_ptrs[0]
@@ -155,6 +157,8 @@ def _product_kernel(
     n = own * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)  # outputs beyond the edge read the last row of W and are not written
     first = split * part
+    # Weights are no kernel's result: their first lines are fetched while the previous kernel still runs. The rows of x,
+    # its squares and the scratch are, and wait.
     if DEPENDENT_LAUNCH:
         last = tl.minimum(first + part, K)
         prefetch(weight_ptr, rows, first, last, K, PREFETCH)
@@ -184,6 +188,7 @@ def _product_kernel(
 
     done = True
     if SPLITS > 1:
+        # A tile's parts [SPLITS, BLOCK_M, BLOCK_N], the gated product's second plane behind the first of its split.
         PLANE: tl.constexpr = BLOCK_M * BLOCK_N
         WIDTH: tl.constexpr = PLANE * (2 if GATED else 1)
         cells = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -192,10 +197,15 @@ def _product_kernel(
         if GATED:
             tl.store(tile_ptr + split * WIDTH + PLANE + cells, total_up)
         tl.debug_barrier()  # all threads' parts before the one that counts
+        # Release: this part is visible before the count. Acquire: the program that counts last sees every other part.
         done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
         if done:
+            # All splits have counted, so that nobody else touches the counter in this launch; the next one finds it at
+            # 0.
             tl.store(counters_ptr + tile, 0)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            # In the order of the splits, whoever came last, its own part read back too: the same bits every time. From
+            # L2, since L1 may hold an older launch's lines.
             for other in tl.static_range(SPLITS):
                 total += tl.load(tile_ptr + other * WIDTH + cells, cache_modifier=".cg")
             if GATED:
@@ -204,6 +214,8 @@ def _product_kernel(
                     total_up += tl.load(tile_ptr + other * WIDTH + PLANE + cells, cache_modifier=".cg")
     if done:
         if not ADDS:
+            # 1 / rms is a factor of the whole row and so commutes with the product: the norm needs no pass over x
+            # before it.
             factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)[:, None]
             total = total * factor
             total_up = total_up * factor
@@ -211,12 +223,18 @@ def _product_kernel(
         at = out_ptr + m.to(tl.int64)[:, None] * stride_out + (base + n)[None, :]
         if BIAS:
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(DTYPE).to(tl.float32)[None, :]
+        # Rounded wherever a module would hand on a tensor: the product, then its activation, then the sum with the
+        # stream.
         y = total.to(DTYPE)
         if GATED:
             y = (activate(y.to(tl.float32), "silu") * total_up.to(DTYPE).to(tl.float32)).to(DTYPE)
         if ADDS:
+            # The stream is updated in place: an element is read and written by the one program that finishes its tile,
+            # and the product's own input is another buffer.
             before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            # Columns past the edge hold products of the repeated last row of W, which must not enter the squares.
             y = tl.where(inside, before + y.to(tl.float32), 0.0).to(out_ptr.dtype.element_ty)
+            # Of the rounded stream, which is what a norm would read.
             upcast = y.to(tl.float32)
             tl.store(squares_ptr + tile * M + m, tl.sum(upcast * upcast, 1), mask=m < M)
             scale = tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)
@@ -252,7 +270,10 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
     facts = device_facts(x.device)
     steps = cdiv(cdiv(inputs, tile.splits), tile.inputs)
     part = steps * tile.inputs
+    # Parts are whole steps, so that fewer of them than were asked for may reach the end.
     splits = cdiv(inputs, part)
+    # A power of two of columns, so that all rows of a program's tile come to at most PREFETCHED bytes, or 128 columns
+    # if that is more.
     most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weights[0].element_size())) // 2)
     biases = [x if bias is None else bias for bias in product.biases]
     last = len(weights) - 1

@@ -43,6 +43,7 @@ def fit_shared_memory(tile: DecodeTile, rows: int, weight_bytes: int, gated: boo
         weights = outputs * (1 + gated) * (weight_bytes * stages + (2 if weight_bytes == 4 else 0))
         return inputs * (columns * 2 * stages + weights)
 
+    # Loads in flight are given up first, down to two; only then are steps made shorter.
     while stages > 2 and needed(inputs, stages) > facts.shared_bytes:
         stages -= 1
     while inputs > 16 and needed(inputs, stages) > facts.shared_bytes:
@@ -89,6 +90,7 @@ def choose_plan(
     """Return the launch shapes for `rows` sequences of up to `slots` tokens and a layer's qkv, o, gate-up and down."""
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
+    # Shapes searched for many rows of one size of model, for its like alone; elsewhere `choose_decode_tile` decides.
     over_64 = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
     tiles = list(TILES_OVER_64_ROWS) if over_64 else [choose_decode_tile(rows, product, facts) for product in products]
     tiles = [

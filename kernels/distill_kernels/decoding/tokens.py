@@ -76,6 +76,7 @@ def reference_finish(logits: torch.Tensor, draw: Draw, state: SequenceState) -> 
     upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_p = upcast.log_softmax(-1).gather(1, token[:, None])
     state.log_probs.index_copy_(1, state.column, log_p.to(state.log_probs.dtype))
+    # The order matters: whoever was done before this step gets `pad`; whoever ends now still keeps its last token.
     live = ~state.done
     state.token.copy_(torch.where(live, token, state.pad))
     state.answers.index_copy_(1, state.column, state.token[:, None])
@@ -83,6 +84,7 @@ def reference_finish(logits: torch.Tensor, draw: Draw, state: SequenceState) -> 
     state.made.add_(live)
     state.ended.logical_or_(live & (token[:, None] == state.ends).any(1))
     state.done.logical_or_(state.ended | (state.made >= state.limits))
+    # The next step caches the new token: a sequence that is done does not grow, and rewrites its last slot instead.
     state.lengths.add_(~state.done)
 
 
@@ -91,6 +93,8 @@ def _embed_kernel(token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_pt
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         tl.store(column_ptr, tl.load(column_ptr) + 1)  # read, less one, by the step's last kernel
+    # A program a row, BLOCK columns at a time. Launched without dependence: it starts when the last step's final kernel
+    # is complete, whose token it reads.
     token = tl.load(token_ptr + row)
     total = 0.0
     for first in range(0, H, BLOCK):
@@ -101,6 +105,7 @@ def _embed_kernel(token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_pt
         total += tl.sum(upcast * upcast, 0)
         scale = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         tl.store(scaled_ptr + row * H + h, scaled_row(upcast, scale).to(scaled_ptr.dtype.element_ty), mask=h < H)
+    # One part of squares, [1, M]: the program has the whole row.
     tl.store(squares_ptr + row, total)
 
 
@@ -135,11 +140,14 @@ def _scores_kernel(
     tile = tl.program_id(0)
     tiles = tl.num_programs(0)
     QUARTER: tl.constexpr = BLOCK_N // 4
+    # Lanes side by side are the four columns of one Philox block, a quarter of the vocabulary apart. Those past a
+    # quarter or past V read some row of W, so as not to read beyond it, and count as -inf.
     n = tl.arange(0, BLOCK_N)
     counter = tile * QUARTER + n // 4
     column = n % 4 * quarter + counter
     inside = (counter < quarter) & (column < V)
     rows = tl.minimum(column, V - 1)
+    # The head's weight is no kernel's result: its first lines come while the last layer still runs.
     if DEPENDENT_LAUNCH:
         prefetch(weight_ptr, rows, 0, K, K, PREFETCH)
     wait_for_previous_kernel(DEPENDENT_LAUNCH)
@@ -148,15 +156,21 @@ def _scores_kernel(
         x_ptr, weight_ptr, weight_ptr, m, rows, M, K, K, 0, part, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
     )
     z *= rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)[:, None]
+    # Rounded as a head would leave it, so that equal logits are ties here too; then fp32 again.
     z = tl.where(inside[None, :], z.to(x_ptr.dtype.element_ty).to(tl.float32), -float("inf"))
+    # For log p, which is at T = 1 and without noise. A tile of nothing but -inf has sum 0: the clamp keeps -inf less
+    # -inf out.
     high = tl.max(z, 1)
     total = tl.sum(tl.exp(z - tl.maximum(high, -1e30)[:, None]), 1)
     score = z
     if not GREEDY:
         seed = tl.load(seeds_ptr + m, mask=m < M, other=0)
         draw = tl.load(draws_ptr + m, mask=m < M, other=0)
+        # Column within the quarter in the low half, number of the draw in the high: the same words as `sample_tokens`
+        # takes, wherever a tile ends.
         block = (tile * QUARTER + tl.arange(0, QUARTER)).to(tl.int64)[None, :] + (draw << 32)[:, None]
         w0, w1, w2, w3 = tl.randint4x(seed[:, None], block)
+        # Joined so that the words of a block come side by side in their order, w0 to w3, as the columns do.
         words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK_M, BLOCK_N))
         # in line, as in sampling.py: in a function of its own the sum below would round twice
         u = (words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -164,8 +178,11 @@ def _scores_kernel(
         noise = -tl.log(tl.where(u < 0.0009765625, small, -tl.log(1 - tl.minimum(u, 0.99999994))))
         score = z * rate + noise
     best = tl.max(score, 1)
+    # Of equal scores the lowest column; `there` is the logit at it, of which log p is made.
     index = tl.min(tl.where(score == best[:, None], column[None, :], 2147483647), 1)
     there = tl.max(tl.where(column[None, :] == index[:, None], z, -float("inf")), 1)
+    # FIELDS planes of [M, tiles]: every program has its own places, so that nothing is added and the order does not
+    # matter.
     at = m * tiles + tile
     plane = M * tiles
     in_rows = m < M
@@ -207,15 +224,18 @@ def _finish_kernel(
     held = t < tiles
     score = tl.load(found_ptr + at, mask=held, other=-float("inf"))
     index = tl.load(index_ptr + at, mask=held, other=2147483647)
+    # Of equal scores the lowest column over all tiles, as within one: the argmax of the whole row.
     best = tl.max(score, 0)
     token = tl.min(tl.where(score == best, index, 2147483647), 0)
     z = tl.max(tl.where(index == token, tl.load(found_ptr + plane + at, mask=held, other=0.0), -float("inf")), 0)
     high = tl.load(found_ptr + 2 * plane + at, mask=held, other=-float("inf"))
     total = tl.load(found_ptr + 3 * plane + at, mask=held, other=0.0)
     top = tl.max(high, 0)
+    # Sums of exponentials, each relative to its tile's largest, brought to that of the row.
     lse = top + tl.log(tl.sum(total * tl.exp(high - top), 0))
     token = token.to(tl.int64)
 
+    # As `reference_finish`, in its order. A row is one program's alone: what is read here no other program writes.
     live = tl.load(done_ptr + row) == 0
     made = tl.load(made_ptr + row) + live.to(tl.int64)
     e = tl.arange(0, ENDS)
@@ -223,6 +243,7 @@ def _finish_kernel(
     ended = (tl.load(ended_ptr + row) != 0) | (live & is_end)
     done = (tl.load(done_ptr + row) != 0) | ended | (made >= tl.load(limits_ptr + row))
     token = tl.where(live, token, pad)
+    # Counted up by the step's first kernel, since programs of this one end in any order and all need the same column.
     place = row * most + tl.load(column_ptr) - 1
     tl.store(token_ptr + row, token)
     tl.store(answers_ptr + place, token)

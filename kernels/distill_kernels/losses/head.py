@@ -37,11 +37,14 @@ def call_inside(
     torch.compile breaks its graph here: traced, a forward that is put back is lost, and hooks may be left out.
     """
     owner = module if owner is None else owner
+    # Only a forward of the instance itself has to come back (wrappers set one); that of the class shows again by
+    # itself.
     replaced = owner.__dict__.get("forward")
 
     def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> Result:
         return compute(hidden)
 
+    # On the instance, since `__call__` looks it up there first; hooks run around it as around any forward.
     owner.forward = forward
     try:
         return module(hidden)
@@ -98,6 +101,7 @@ def head_loss(
 
     def with_student(hidden: torch.Tensor, **teacher: Any) -> Any:
         all_given = {"student_bias": getattr(lm_head, "bias", None), **given, **teacher, **named}
+        # Losses without a teacher or labels have no such arguments, so that None is left out instead of passed.
         all_given = {name: value for name, value in all_given.items() if value is not None}
         return loss_fn(hidden, lm_head.weight, **all_given)
 
@@ -108,10 +112,12 @@ def head_loss(
             raise ValueError("teacher_hidden: expected the teacher's hidden states beside teacher_head, got None")
 
         def both(teacher_hidden: torch.Tensor) -> Any:
+            # Read inside of the call: outside it would be a rank's shard.
             weight = teacher_head.weight
             bias = getattr(teacher_head, "bias", None)
             return with_student(hidden, teacher_hidden=teacher_hidden, teacher_weight=weight, teacher_bias=bias)
 
+        # One call inside the other: both heads are whole while the loss is computed.
         return call_inside(teacher_head, both, teacher_hidden)
 
     return call_inside(lm_head, with_teacher, student_hidden)

@@ -52,6 +52,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
 @differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     (gradient,) = ctx.saved_tensors
+    # One factor a row, over the columns. Not in place: it is an output of the operator that autograd has saved.
     factor = upstream[0].view(*gradient.shape[:2], 1)
     return (gradient * factor).to(gradient.dtype), None, None, None, None, None
 
@@ -72,6 +73,8 @@ class _LogitLoss(torch.autograd.Function):
             )
         loss = logit_rows(student.detach(), teacher, labels, row_scale, objective, gradient)
         if required and in_place:
+            # The kernel wrote behind autograd's back: an operation that saved these logits for its backward must
+            # notice.
             torch.autograd.graph.increment_version(student)
         ctx.gradient = gradient
         ctx.per_row = per_row
@@ -83,6 +86,7 @@ class _LogitLoss(torch.autograd.Function):
         if ctx.gradient is None:
             raise RuntimeError(SECOND_BACKWARD)
         gradient = ctx.gradient
+        # Without a reference of our own autograd takes the memory as it is, with no copy; a second backward finds none.
         ctx.gradient = None
         if ctx.per_row:
             return gradient.mul_(upstream.view(*gradient.shape[:2], 1)), None
@@ -91,6 +95,8 @@ class _LogitLoss(torch.autograd.Function):
 
 def _as_batches(logits: torch.Tensor) -> torch.Tensor:
     """[..., V] as [B, S, V], a view wherever strides allow, columns side by side."""
+    # The kernel takes strides of batch and position but columns side by side: `logits[:, :-1]` is a view, and not
+    # copied.
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     return logits.unsqueeze(0) if logits.dim() == 2 else logits if logits.dim() == 3 else logits.flatten(0, -3)
@@ -184,6 +190,8 @@ def distillation_loss(
     if in_place:
         sizes = student_logits.shape
         steps = student_logits.stride()
+        # A row that strides repeat would be overwritten once for each of its uses; a leaf would lose a parameter's
+        # values.
         shared = any(size > 1 and step == 0 for size, step in zip(sizes, steps, strict=True))
         free = not (student_logits.is_leaf and required) and student_logits.stride(-1) == 1 and not shared
         expected = "student_logits computed by an operation, its last dimension contiguous, no row expanded"
@@ -191,6 +199,7 @@ def distillation_loss(
     student = _as_batches(student_logits)
     rows = student.shape[0] * student.shape[1]
     scale = row_scales(
+        # In place of hidden states, of which only rows, dtype and device are read.
         student_logits.new_empty(0).expand(rows, 0),
         labels,
         token_weights,
@@ -200,6 +209,8 @@ def distillation_loss(
         reduction=reduction,
     )
     per_row = reduction == "none"
+    # fp16 gradients of a mean over many rows underflow: the kernel works at about 1, and `down` takes the factor back
+    # in the loss, whose upstream gradient then carries it to backward.
     scale, down = (scale, None) if per_row or not required else fp16_safe_scale(scale, student.dtype)
     if torch.compiler.is_compiling():
         loss = logit_divergence_op(student, teacher_logits, labels, scale, _encoded(terms, settings), required)[0]

@@ -85,6 +85,7 @@ def flatten_teachers(teachers: Sequence[TeacherHead]) -> tuple[list[TeacherHead]
     if not counted:
         raise ValueError(f"teachers: expected one of share above 0, got {[teacher.share for teacher in teachers]}")
     total = sum(teacher.share for teacher in counted)
+    # A flat list of numbers, three a teacher: what an operator's arguments may be. A soft cap of 0 stands for none.
     rows = ((teacher.share / total, teacher.logit_scale, teacher.softcap or 0.0) for teacher in counted)
     return counted, [float(value) for row in rows for value in row]
 
@@ -101,7 +102,9 @@ def compared_teacher(
     """
     if not mixture:
         return (heads[0] if heads else None), objective
+    # Every third number from places 0, 1 and 2: the order of `flatten_teachers`.
     shares, scales, softcaps = (tuple(mixture[part::3]) for part in range(3))
+    # One teacher that counts is no mixture, whatever its share: its logits are compared as they are.
     if len(heads) == 1:
         return heads[0], objective._replace(teacher_scale=scales[0], teacher_softcap=softcaps[0])
     return Mixture(tuple(heads), shares, scales, softcaps), objective
@@ -110,6 +113,7 @@ def compared_teacher(
 def mixed_logits(logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float) -> torch.Tensor:
     """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V]."""
     parts = [log_softmax(z / temperature) + math.log(share) for z, share in zip(logits, shares, strict=True)]
+    # By logaddexp: probabilities that fp32 cannot hold keep their logarithms.
     mixed = parts[0]
     for part in parts[1:]:
         mixed = torch.logaddexp(mixed, part)
@@ -138,6 +142,7 @@ def reference_mixture_rows(
         transform_logits(project(head, head.hidden[here].to(student_raw.dtype)), scale, softcap)
         for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
     ]
+    # Each teacher's scale and soft cap are applied above, before mixing; they must not be again.
     objective = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
     mixed = mixed_logits(logits, mixture.shares, objective.temperature)
     if not request.with_stats or objective.temperature == 1.0:
@@ -145,5 +150,6 @@ def reference_mixture_rows(
     at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0)
     only_stats = request._replace(with_gradient=False)
     no_stats = request._replace(with_stats=False)
+    # A clone, since `reference_rows` may overwrite the logits, which the loss needs once more.
     stats = reference_rows(student_raw.clone(), at_temperature_1, objective, only_stats).stats
     return reference_rows(student_raw, mixed, objective, no_stats)._replace(stats=stats)

@@ -49,6 +49,7 @@ def _mix_kernel(
     next_ptr, next_shift_ptr = newcomer
     shift_ptr, total_ptr = made
     mixed_stride, next_stride, norms_stride = strides
+    # A program a row, as int64: row times stride may pass 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     mixed_ptr += row * mixed_stride
     next_ptr += row * next_stride
@@ -60,16 +61,24 @@ def _mix_kernel(
     for block in range(tl.cdiv(tiles, BLOCK)):
         tile = block * BLOCK + tl.arange(0, BLOCK)
         columns = tile[:, None] * TILE + within  # [BLOCK, TILE]
+        # Logarithms of both shares of every token's probability. Columns beyond V load as -inf on both sides.
         a = load_tiles(mixed_ptr, mixed_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_a + log_rest
         b = load_tiles(next_ptr, next_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_b + log_share
+        # log(exp(a) + exp(b)) relative to the larger, so that neither overflows. Where both are -inf their difference
+        # would be NaN; with 0 in its place the sum stays -inf.
         top = tl.maximum(a, b)
         ratio = exp(tl.where(top == -float("inf"), 0.0, tl.minimum(a, b) - top))
         z = (top + log_of_normal(1.0 + ratio)) * temperature
+        # Relative to each tile's maximum again, as the projection leaves logits; a tile of nothing but -inf has shift 0
+        # and total 0, by which normalisers know it.
         shift = tl.max(z, 1)
         shift = tl.where(shift == -float("inf"), 0.0, shift)
         z -= shift[:, None]
+        # Summed in fp32, before rounding: the next normaliser is that of the mixture as computed, not as stored.
         total = tl.sum(exp(z * inverse_t), 1)
+        # The least finite fp16: a token of tiny probability would otherwise be stored as -inf, as if it were excluded.
         z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
+        # Each thread stores over what it has loaded itself, and other rows are other programs': no barrier.
         tl.store(mixed_ptr + columns, z.to(mixed_ptr.dtype.element_ty), mask=columns < V)
         tl.store(shift_ptr + row * tiles + tile, shift, mask=tile < tiles)
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
@@ -96,6 +105,8 @@ def mix_in_place(mixed: ChunkLogits, other: ChunkLogits, share: float, temperatu
     total = torch.empty_like(mixed.total)
     if n:
         flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
+        # The running mixture takes the student's place among the arguments: planes 1 and 4 are both sides' log sums at
+        # T.
         norms = row_normalisers(mixed, other, temperature, **flags)[1::3]
         _mix_kernel[(n,)](
             (mixed.values, mixed.shift),
@@ -145,6 +156,8 @@ class TeacherMixer:
         self.descriptors = descriptors
         self.at_temperature_1 = at_temperature_1 and temperature != 1.0
         device = mixture.heads[0].hidden.device
+        # Rows a multiple of 64 elements apart, so that each starts aligned. The first buffer takes each further
+        # teacher, the second, where it exists, the mixture at temperature 1.
         width = cdiv(vocab, 64) * 64
         tiles = cdiv(vocab, TILE)
         self.values = torch.empty(1 + self.at_temperature_1, chunk_rows, width, dtype=dtype, device=device)[..., :vocab]
@@ -169,11 +182,15 @@ class TeacherMixer:
             if number == 0:
                 project(head, pick(head.hidden), out, transform, descriptors=self.descriptors)
                 if self.at_temperature_1:
+                    # Both mixtures start from the first teacher's logits: the values are copied, since each is mixed in
+                    # place, and the shifts are shared, since mixing makes new ones. Sums of exponentials are of each
+                    # temperature.
                     hard = ChunkLogits(self.values[1, :n], out.shift, out.total_hard, out.total_hard)
                     hard.values.copy_(out.values)
             else:
                 other = ChunkLogits(self.values[0, :n], *(part[:n] for part in self.numbers))
                 project(head, pick(head.hidden), other, transform, descriptors=self.descriptors)
+                # The newcomer's part of the teachers seen so far, so that after the last one every weight is its share.
                 part = share / (seen + share)
                 mixed = mix_in_place(mixed, other, part, self.temperature)
                 if hard is not None:
@@ -192,6 +209,8 @@ def launch_mixture_row_loss(
 ) -> None:
     """Launch the row kernel for a mixture; statistics come from `at_temperature_1` where that is given."""
     if at_temperature_1 is not None and call.stats is not None:
+        # Statistics first, without a gradient: the second launch writes the gradient over the logits that the first one
+        # reads.
         plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)
         own = student._replace(total=student.total_hard)
         launch_row_loss(own, at_temperature_1, plain, call._replace(gradient=None))  # losses are overwritten below

@@ -72,6 +72,7 @@ class FusedDistillationLoss(nn.Module):
             teacher_logit_scale=teacher_logit_scale,
             teacher_softcap=teacher_softcap,
         )
+        # Text, since an operator takes plain arguments only; made once, and not in every forward.
         self._encoded = self.objective.encode()
         self.ignore_index = ignore_index
         self.reduction = reduction

@@ -52,6 +52,8 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         temperature: float = 1.0,
         **settings: object,
     ) -> None:
+        # The term stands in for the sampled tokens' own: with it the driver asks for labels, and makes no teacher's
+        # logits.
         super().__init__([LossTerm("cross_entropy", 1.0)], temperature, **settings)  # type: ignore[arg-type]
         for name, value in (("clip", clip), ("clip_high", clip_high)):
             expect(value is None or 0 < value < float("inf"), name, "None or a number above 0", repr(value))
@@ -60,6 +62,7 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
             expect(0 <= weight < float("inf"), name, "a finite number of at least 0", repr(weight))
         expect(kl_estimator in KL_ESTIMATORS, "kl_estimator", " or ".join(KL_ESTIMATORS), repr(kl_estimator))
         low = NO_CLIP if clip is None else float(clip)
+        # Both are NO_CLIP without a range; the kernel asks for the lower one alone.
         high = low if clip_high is None else float(clip_high)
         self.policy = PolicySettings(low, high, float(kl_weight), kl_estimator, float(entropy_weight))
 
@@ -102,6 +105,7 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         """
         s = self.policy
         expect(not s.kl_weight or reference_logprobs is not None, "reference_logprobs", "a tensor with kl_weight", None)
+        # Without old log-probabilities every ratio is 1, and a clipping range would never act.
         expect(s.clip_low == NO_CLIP or old_logprobs is not None, "old_logprobs", "a tensor with clip", None)
         some = advantages is not None or s.kl_weight or s.entropy_weight
         expect(bool(some), "advantages", "a tensor without kl_weight and entropy_weight", None)

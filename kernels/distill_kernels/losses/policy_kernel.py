@@ -42,6 +42,8 @@ def _dot_rows(a_ptr, a_row, a_strides, b_ptr, b_row, b_strides, length, inside, 
     """Return the product of a row of each of two matrices, in fp32; 0 where not `inside`."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, length, BLOCK):
+        # int64, since an index times a stride may pass 2^31. The last step is masked to 0, and everything is where the
+        # token is not among these columns.
         at = (start + tl.arange(0, BLOCK)).to(tl.int64)
         mask = (at < length) & inside
         a = tl.load(a_ptr + a_row * a_strides[0] + at * a_strides[1], mask=mask, other=0.0).to(tl.float32)
@@ -84,6 +86,7 @@ def _log_p_kernel(
     row = here
     if rows_ptr is not None:
         row = tl.load(rows_ptr + here)
+    # Skipped rows keep the launcher's zeros, which the second kernel does not read.
     if tl.load(scale_ptr + row) == 0.0:
         return
     values_ptr += here * values_stride
@@ -109,6 +112,8 @@ def _log_p_kernel(
     if ENTROPY:
         # Lanes of eight columns each, summed once after the sweep.
         entropy = tl.zeros((BLOCK, TILE // 8), tl.float32)
+        # A step is BLOCK tiles of TILE columns, [BLOCK, TILE]. Columns beyond V load as -inf: p is 0, and the where
+        # keeps 0 times -inf out.
         for block in range(tl.cdiv(tiles, BLOCK)):
             tile = block * BLOCK + tl.arange(0, BLOCK)
             columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -145,13 +150,17 @@ def _policy_terms(
     clip_low, clip_high, kl_weight = settings
     # d = log(p_ref / p): k1 goes into the reward, k2 and k3 are terms of their own (Schulman, 2020)
     difference = reference - log_p
+    # As a reward it is a constant to the gradient: it changes the factor of the ratio, and adds no slope of its own.
     if KL_IN_REWARD:
         advantage += kl_weight * difference
+    # d(ratio) / d(log p) is the ratio itself, so that the slope of this term equals its value.
     loss = -ratio * advantage
     slope = loss
     # PPO's pessimistic minimum as a maximum of losses: where the clipped one is larger it is a constant, without slope.
     if CLIPPED:
         clipped = -tl.minimum(tl.maximum(ratio, 1.0 - clip_low), 1.0 + clip_high) * advantage
+        # A comparison with NaN is false, and keeps the NaN of a label that is no token in the loss. Equal losses keep
+        # the slope: inside of the range both are the same.
         slope = tl.where(clipped > loss, 0.0, slope)
         loss = tl.where(clipped > loss, clipped, loss)
     if K2:
@@ -212,6 +221,7 @@ def _policy_kernel(
     shift_ptr += here * tiles
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
+    # Advantages and old log-probabilities of such a row may be anything, and are not read.
     if scale == 0.0:
         skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
@@ -231,6 +241,7 @@ def _policy_kernel(
         reference = tl.load(reference_ptr + row).to(tl.float32)
     loss, slope = _policy_terms(log_p, ratio, advantage, reference, settings, CLIPPED, KL_IN_REWARD, K2, K3)
     entropy = 0.0
+    # Summed over the whole row by the first kernel: the gradient needs it at every column, before the sweep.
     if ENTROPY:
         entropy = tl.load(parts_ptr + parts_stride + here)
         loss -= entropy_weight * entropy
@@ -253,8 +264,10 @@ def _policy_kernel(
                 if ENTROPY:
                     # d(-H)/dz = p (log p + H)
                     g += (entropy_weight * inverse_t) * tl.where(p > 0.0, p * (all_log_p + entropy), 0.0)
+                # fp32 up to here, rounded once as it is stored over the logits.
                 g = raw_logit_gradient(g, z, scale, transform, SCALED, CAPPED)
                 tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
+    # What every rank knows of a row is stored by one of them, so that a sum over ranks counts it once.
     if not OWNS_ROW_TERMS:
         loss = 0.0
         log_p = 0.0
@@ -290,10 +303,12 @@ def launch_policy_row_loss(
         return
     tempered = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": False, "STATS": False}
     lse = row_normalisers(student, student, objective.temperature, **tempered)[1]
+    # Two planes of n: log-probabilities, and entropies where a bonus needs them.
     parts = torch.zeros(2, n, dtype=torch.float32, device=call.loss.device)
     tiles = cdiv(vocab, TILE)
     entropy = settings.entropy_weight != 0.0
     out = student.values if gradient is None else gradient
+    # The adapter's first factor is applied to all rows at once, [n, R]; the kernel reads one row of the second.
     low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())
     _log_p_kernel[(n,)](
         tuple(student[:2]),
@@ -314,6 +329,7 @@ def launch_policy_row_loss(
         num_warps=8 if entropy else 4,
         **objective.transform_flags,
     )
+    # At most one of the three flags is set: a penalty of weight 0 compiles away.
     with_kl = policy.reference_logprobs is not None and settings.kl_weight != 0.0
     _policy_kernel[(n,)](
         tuple(student[:2]),

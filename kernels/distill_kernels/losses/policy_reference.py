@@ -105,8 +105,11 @@ def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.T
     if reference is not None and settings.kl_weight and settings.kl_estimator == "reward":
         advantage = advantage + settings.kl_weight * (reference - log_p)
     ratio = torch.ones_like(log_p) if old is None else (log_p - old).exp()
+    # d(ratio) / d(log p) is the ratio, so that value and slope are equal; the advantage is a constant.
     loss = slope = -ratio * advantage
     if settings.clip_low != NO_CLIP:
+        # The larger of two losses. Clipping bites where the ratio has already moved the way that the advantage asks
+        # for: above the range with A > 0, below it with A < 0. Moves the other way keep their slope.
         clipped = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage
         slope = torch.where(clipped > loss, 0.0, slope)
         loss = torch.maximum(loss, clipped)
@@ -116,6 +119,8 @@ def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.T
             loss = loss + settings.kl_weight * 0.5 * d.square()
             slope = slope - settings.kl_weight * d
         else:
+            # exp(d) - 1 by expm1, since log p and its reference are close in most tokens and the difference would
+            # cancel.
             loss = loss + settings.kl_weight * (d.expm1() - d)
             slope = slope - settings.kl_weight * d.expm1()
     return loss, slope
@@ -145,11 +150,14 @@ def reference_policy_rows(
     entropy = log_p.new_zeros(log_p.shape)
     products = None
     if settings.entropy_weight or request.with_stats:
+        # p log p is 0 at p = 0, where 0 times -inf would be NaN.
         products = torch.where(p > 0, p * all_log_p, 0.0)
         entropy = -products.sum(-1)
     loss = torch.where(request.counted, (loss - settings.entropy_weight * entropy) * request.row_scale, 0.0)
     gradient = None
     if request.with_gradient:
+        # s (onehot - p) of the token, then w p (log p + H) of the bonus; the factor 1 / T comes with the row's scale
+        # below.
         gradient = p * -slope[:, None]
         _add_at_labels_(gradient, targets, slope)
         if settings.entropy_weight and products is not None:

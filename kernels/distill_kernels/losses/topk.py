@@ -73,6 +73,8 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             scale_by_temperature_squared,
             **settings,  # type: ignore[arg-type]
         )
+        # Scaled logarithms are normalised again over the K. The mass outside cannot be converted, so other tails
+        # refuse.
         given = temperature if teacher_temperature is None else float(teacher_temperature)
         if not given > 0 or (tail != "renormalize" and given != temperature):
             expected = "a number above 0" if tail == "renormalize" else f"the loss's temperature {temperature:g}"
@@ -118,6 +120,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         check_top_k(teacher_ids, teacher_logprobs, student_hidden.shape[:-1])
         logprobs = teacher_logprobs.detach()
         if self.teacher_factor != 1.0:
+            # In fp32 at least: 16 bits would round the logarithms a second time.
             logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)) * self.teacher_factor
         inputs = Inputs(
             student_hidden,

@@ -96,10 +96,13 @@ def _top_k_kernel(
     shift_ptr += here * tiles
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
+    # Its gradient is zeros, stored without reading a logit: what lies there may be NaN. Its teacher's entries, too, may
+    # be anything.
     if scale == 0.0:
         skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
+    # [4, n]: the maximum, and the log sums of exponentials at T, at T = 1 and, further below, at T of the others.
     student_max = tl.load(norms_ptr + here)
     lse = tl.load(norms_ptr + norms_stride + here)
     lse1 = tl.load(norms_ptr + 2 * norms_stride + here)
@@ -115,6 +118,7 @@ def _top_k_kernel(
     z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
     label = tl.full((), -1, tl.int32)
     at_label = 0.0
+    # Before the sweeps: with a gradient they overwrite the label's logit.
     if HAS_LABELS:
         label = to_int32(tl.load(labels_ptr + row), V)
         at_label = logit_at(values_ptr, shift_ptr, label, V, TILE)
@@ -128,6 +132,7 @@ def _top_k_kernel(
     highest = tl.zeros((BLOCK, TILE), tl.float32)  # tokens of the student's highest logit
     # A sweep of its own: the gradient's sweep below runs backwards and overwrites, and needs none of these sums.
     if SMOOTHED or STATS:
+        # A step is BLOCK tiles of TILE columns, [BLOCK, TILE]; tiles and columns beyond V load as -inf and add 0.
         for block in range(blocks):
             tile = block * BLOCK + tl.arange(0, BLOCK)
             columns = tile[:, None] * TILE + within
@@ -159,10 +164,13 @@ def _top_k_kernel(
         if SAMPLED:
             w = tl.exp(given)
             total = tl.sum(w, 0)
+            # Unused lanes hold -inf on both sides: w and p are 0 there, and the where keeps 0 times NaN out of the sum.
             log_s = z_top * inverse_t - lse
             f = tl.where(w > 0.0, w * (given - log_s), 0.0)
             loss = weights[0] * clamp_at_zero(tl.sum(f, 0) + (1.0 - total))
             slope = weights[0] * inverse_t * (total * tl.exp(log_s) - w)
+            # Every token has the slope's first part, W p_s(v): the sweep stores it for all, the scatter replaces that
+            # of the K.
             others = weights[0] * inverse_t * total
         else:
             log_s = z_top * inverse_t
@@ -175,11 +183,14 @@ def _top_k_kernel(
                 else:
                     # 1 - sum of K probabilities in fp32; a teacher of high confidence may round to just below 0
                     log_rest = tl.log(tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0))
+                # K that are the whole vocabulary leave nothing: the bucket is no outcome then, whatever rounding says.
                 log_rest = tl.where(tl.sum(used.to(tl.int32), 0) < whole_vocab, log_rest, -float("inf"))
                 log_s = tl.where(lane == K, base, log_s)
                 log_t = tl.where(lane == K, log_rest, log_t)
             # The stored form marks a token that the teacher excludes; reverse KL is infinite there by definition.
             impossible = tl.max(tl.where(log_t == NO_PROBABILITY, 1, 0), 0) == 1
+            # Both sides' outcomes add up to 1: the student's by this log-softmax. The teacher's do so with the bucket
+            # by construction, and are normalised only without it.
             peak = tl.max(log_s, 0)
             log_s -= peak + tl.log(tl.sum(tl.exp(log_s - peak), 0))
             if not BUCKET:
@@ -202,11 +213,15 @@ def _top_k_kernel(
             tile = (blocks - 1 - count) * BLOCK + tl.arange(0, BLOCK)
             columns = tile[:, None] * TILE + within
             z = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles)
+            # With renormalize the tokens outside have no soft gradient, and without hard labels the sweep stores zeros.
+            # At the K the row may hold -inf (a NaN with a soft cap); the scatter below replaces what is stored there.
             g = tl.zeros_like(z)
             if SOFT and (BUCKET or SAMPLED):
                 g = others * exp2(z * rate - base * LOG2_E)
             if HARD:
                 g += hard_gradient(exp(z - lse1), columns, label, lse1, whole_vocab, hard, SMOOTHED, Z_LOSS)
+            # fp32 up to here, rounded once as it is stored. Each thread overwrites only the elements that it has just
+            # loaded.
             g = raw_logit_gradient(g, z, scale, transform, SCALED, CAPPED)
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if SOFT:

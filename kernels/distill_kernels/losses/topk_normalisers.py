@@ -39,6 +39,7 @@ class JoinedTopK(NamedTuple):
 @triton.jit
 def _maximum_and_mass(values_ptr, shift_ptr, V, tiles, inverse_t, base, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Return a row's largest logit and `sum(exp(z / T - base))`."""
+    # Lanes of a [BLOCK, TILE] step, reduced once after the sweep. Columns beyond V load as -inf and add 0.
     maxima = tl.full((BLOCK, TILE), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK, TILE), tl.float32)
     for block in range(tl.cdiv(tiles, BLOCK)):
@@ -58,11 +59,16 @@ def others_normaliser(
 
     `lse` is that of all tokens, to which the sum is relative; where it underflows it is made again, by the maximum.
     """
+    # The first barrier: every warp has read the K logits that are now overwritten. The second: the sweep reads the -inf
+    # in other threads than stored it.
     tl.debug_barrier()
     tl.store(values_ptr + ids, tl.full(ids.shape, -float("inf"), values_ptr.dtype.element_ty), mask=held)
     tl.debug_barrier()
+    # Of a row of nothing but -inf: 0 keeps -inf less -inf, NaN, out of the exponents.
     base = tl.where(lse == -float("inf"), 0.0, lse)
     maximum, mass = _maximum_and_mass(values_ptr, shift_ptr, V, tiles, inverse_t, base, TILE, BLOCK)
+    # Only a row whose other tokens hold next to nothing is read again; the log of an underflowed sum would be -inf, and
+    # the others' share lost.
     if mass < SMALLEST:
         base = maximum * inverse_t
         base = tl.where(base == -float("inf"), 0.0, base)
@@ -99,10 +105,12 @@ def _top_k_normalisers_kernel(
     row = here
     if rows_ptr is not None:
         row = tl.load(rows_ptr + here)
+    # A skipped row keeps what the launcher filled in; the row kernel skips it too.
     if tl.load(scale_ptr + row) == 0.0:
         return
     values_ptr += here * values_stride
     shift_ptr += here * tiles
+    # From the projection's sums of each tile, made before any -inf is written: those of all tokens, the K included.
     maximum, lse = normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
     lse1 = lse
     if AT_TEMPERATURE_1:
@@ -112,15 +120,18 @@ def _top_k_normalisers_kernel(
     tl.store(norms_ptr + 2 * norms_stride + here, lse1)
 
     lane = tl.arange(0, LANES)
+    # Lanes past K have id -1 and are not used. An id of an unused place may be anything: it is never read from.
     ids = to_int32(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
     used = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")) != -float("inf")
     own = ids - start
     held = used & (own >= 0) & (own < V)
+    # Tokens of other columns add 0 here. An id that is no token makes its row's loss NaN, so that it is seen.
     z_top = tl.where(held, logit_at(values_ptr, shift_ptr, own, V, TILE), 0.0)
     if OWNS_ROW_TERMS:
         z_top = tl.where((ids < 0) | (ids >= whole_vocab), float("nan"), z_top)
         z_top = tl.where(used, z_top, -float("inf"))
     tl.store(top_ptr + here * K + lane, z_top, mask=lane < K)
+    # Last, since it overwrites the K logits; `z_top` has them.
     if BUCKET:
         others = others_normaliser(values_ptr, shift_ptr, own, held, V, tiles, inverse_t, lse, TILE, BLOCK)
         tl.store(norms_ptr + 3 * norms_stride + here, others)

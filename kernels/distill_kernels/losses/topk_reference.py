@@ -95,11 +95,13 @@ class TopKColumns(NamedTuple):
 
     def gather(self, z: torch.Tensor) -> torch.Tensor:
         """Return `z` [n, V] at each row's K columns, [n, K]; -inf at unused entries."""
+        # An id that is no token reads column 0, a valid place, and counts as a logit of 0.
         values = z.gather(-1, self.columns).masked_fill(~self.here, 0.0)
         return values.masked_fill(~self.used, -torch.inf)
 
     def add_(self, z: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Add `values` [n, K], or one number, to `z` [n, V] at the K columns, in place."""
+        # Unused entries point to column 0 as well: they add 0 there, and do not overwrite.
         values = torch.where(self.here, values, z.new_zeros(()))
         return z.scatter_add_(-1, self.columns, values)
 
@@ -136,11 +138,14 @@ def outcome_log_probs(
     z_top = columns_of_k.gather(scaled)
     if top.tail == "renormalize":
         return torch.log_softmax(z_top, -1), torch.log_softmax(given, -1), None
+    # Adding -inf takes the K out of the sum. Subtracting their sum from 1 instead would lose a small tail's digits.
     others = columns_of_k.add_(scaled.clone(), scaled.new_full((), -torch.inf))
     lse_others = torch.logsumexp(others, -1, keepdim=True)
+    # With no other token -inf less -inf would be NaN; each gets a share of 0.
     rest = torch.where(lse_others > -torch.inf, (others - lse_others).exp(), 0.0)
     log_s = torch.log_softmax(torch.cat([z_top, lse_others], -1), -1)
     if top.rest is None:
+        # Rounding may put the sum of the K just above 1: then the teacher leaves nothing, log 0.
         log_rest = (1 - given.exp().sum(-1, keepdim=True)).clamp_min(0).log()
     else:
         log_rest = top.rest[:, None].to(given.dtype)
@@ -165,6 +170,7 @@ def _over_outcomes(
     for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
         f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
         loss += weight * f.sum(-1).clamp_min(0)
+        # The softmax over the outcomes, differentiated: as for a whole row, with K + 1 columns.
         slope += weight * (g - p_s * g.sum(-1, keepdim=True))
     if "reverse_kl" in objective.kinds:
         impossible = torch.cat([given, log_t[:, given.shape[1] :]], -1) == IMPOSSIBLE
@@ -172,6 +178,7 @@ def _over_outcomes(
     if not with_gradient:
         return loss, None
     k = given.shape[1]
+    # The bucket's slope is handed to its tokens by their shares of it, the derivative of its log sum of exponentials.
     gradient = torch.zeros_like(scaled) if rest is None else rest.mul_(slope[:, k:])  # 0 at the K
     return loss, columns_of_k.add_(gradient, slope[:, :k])
 
@@ -184,6 +191,7 @@ def _over_samples(
     log_p = log_softmax(scaled)
     w = given.exp()
     total = w.sum(-1, keepdim=True)
+    # Unused entries have weight 0 and a logarithm of -inf, whose product would be NaN.
     f = torch.where(w > 0, w * (given - columns_of_k.gather(log_p)), 0.0)
     loss = weight * (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
     if not with_gradient:
@@ -208,6 +216,7 @@ def reference_top_k_rows(
     assert teacher_raw is None
     counted_rows = request.counted
     hard = objective._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
+    # Hard labels alone, over all tokens; the soft part is added to their loss, gradient and statistics below.
     result = reference_rows(student_raw, None, hard, request)
     if not objective.kinds:
         return result
@@ -251,8 +260,10 @@ def reference_student_top_k_rows(
     """
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
     z_teacher = transform_logits(teacher_raw, objective.teacher_scale, objective.teacher_softcap)
+    # No gradient flows through the choice. At ties it may differ from the kernel's, which goes by position.
     ids = z.topk(student_top.k, sorted=False).indices
     log_t = log_softmax(z_teacher / objective.temperature)
+    # The clamp keeps an excluded token a token: -inf would mean an unused entry.
     rest = log_t.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_min(IMPOSSIBLE)
     top = TopK(ids, log_t.gather(-1, ids).clamp_min(IMPOSSIBLE), student_top.tail, rest)
     return reference_top_k_rows(student_raw, None, objective, request, top=top)

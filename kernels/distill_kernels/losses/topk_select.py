@@ -39,6 +39,8 @@ if HAS_TRITON:
 @triton.jit
 def _ordered(z):
     """Return int32 that order as the fp32 `z` do."""
+    # Floats of one sign order as their bits; of negative ones all but the sign is turned over, since larger bits mean
+    # less.
     bits = z.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -48,12 +50,15 @@ def _candidates(values_ptr, shift_ptr, list_ptr, block, sizes, TILE: tl.constexp
     """Return columns and ordered logits of the listed tiles of one block; columns that do not count are below all."""
     V, tiles, count = sizes
     at = block * BLOCK + tl.arange(0, BLOCK)
+    # A step is BLOCK of the listed tiles, [BLOCK, TILE] columns. Places past the list's end name the tile after the
+    # last, whose columns are all beyond V.
     tile = at
     if list_ptr is not None:
         tile = tl.load(list_ptr + at, mask=at < count, other=0)
     tile = tl.where(at < count, tile, tiles)
     columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     keys = _ordered(load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles))
+    # Below -inf too: rows whose K most probable tokens include some of -inf still choose columns that exist.
     return columns, tl.where(columns < V, keys, BELOW_ALL)
 
 
@@ -62,6 +67,7 @@ def _count(
     keys, middle, values_ptr, shift_ptr, list_ptr, sizes, HELD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return how many candidates are at least `middle`: of `keys` where HELD, else of all blocks."""
+    # HELD compiles the sweep away: the candidates stay in registers for all steps of the bisection.
     if HELD:
         found = tl.sum((keys >= middle).to(tl.int32))
     else:
@@ -90,9 +96,13 @@ def _threshold(
 
     Between them lie those that are missing to K, or equal ones. All are int64, whose differences do not overflow.
     """
+    # What holds before and after every step: K candidates or more reach `low`, fewer than K reach `high`.
     above = tl.zeros((), tl.int32)
     reached = tl.full((), 2147483647, tl.int32)
+    # Every step halves the interval, below 2^32 at first, so that it ends within 32 steps; sooner where a count is K.
+    # Then all that reach `low` are chosen; if the bounds are neighbours instead, those between them are equal.
     while (high - low > 1) & (reached != K):
+        # Rounded down, and above `low` while the bounds are no neighbours: the interval shrinks every time.
         middle = low + (high - low) // 2
         found = _count(keys, middle.to(tl.int32), values_ptr, shift_ptr, list_ptr, sizes, HELD, TILE, BLOCK)
         enough = found >= K
@@ -110,10 +120,13 @@ def _places(keys, K, bounds, counted):
     bounds: of `_threshold`. counted: how many of the blocks before reach `high`, and lie between.
     """
     low, high, above = bounds
+    # Those that reach `high` take the first places in their order, those between follow from place `above` on. Equal
+    # ones beyond K get places of K or more, which are not stored: ties are cut by position.
     sure = keys >= high.to(tl.int32)
     perhaps = (keys >= low.to(tl.int32)) & (keys < high.to(tl.int32))
     both = sure.to(tl.int32) + (perhaps.to(tl.int32) << 16)  # one scan counts both, at most 2^14 each
     totals = tl.sum(both, 1)
+    # Elements before each one: within its row of the block, plus all rows above it.
     before = tl.cumsum(both, 1) - both + (tl.cumsum(totals, 0) - totals)[:, None]
     place = tl.where(sure, counted[0] + (before & 0xFFFF), above + counted[1] + (before >> 16))
     total = tl.sum(totals, 0)
@@ -126,6 +139,8 @@ def _choose_listed(
 ):
     """Store the K of `found` listed columns whose logits are highest, in their order."""
     at = tl.arange(0, LISTED)[None, :]
+    # The list has columns only: their logits are read again, a gather of few sectors, rather than kept in a second
+    # list.
     columns = tl.load(listed_ptr + at, mask=at < found, other=-1)
     keys = tl.where(at < found, _ordered(logit_at(values_ptr, shift_ptr, columns, sizes[0], TILE)), BELOW_ALL)
     bounds = _threshold(keys, K, low, high, values_ptr, shift_ptr, None, sizes, True, TILE, 1)
@@ -138,7 +153,9 @@ def _choose_by_sweeps(
     list_ptr, values_ptr, shift_ptr, ids_ptr, K, low, high, sizes, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Store the K columns of the searched tiles whose logits are highest, in their order."""
+    # Nothing is held: the first argument only fills the place of `keys`. Each step of the bisection reads the tiles.
     bounds = _threshold(low, K, low, high, values_ptr, shift_ptr, list_ptr, sizes, False, TILE, BLOCK)
+    # One more sweep hands out places; the counts carried from block to block continue them.
     sure = tl.zeros((), tl.int32)
     between = tl.zeros((), tl.int32)
     for block in range(tl.cdiv(sizes[2], BLOCK)):
@@ -176,10 +193,12 @@ def _select_kernel(
     ids_ptr, logprobs_ptr, rest_ptr = out
     V, tiles, K, count = sizes
     values_stride, teacher_stride = strides
+    # A program a row, as int64: row times stride may pass 2^31 elements.
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if rows_ptr is not None:
         row = tl.load(rows_ptr + here)
+    # The kernels that follow skip such a row too, and so never read what is left uninitialised here.
     if tl.load(scale_ptr + row) == 0.0:
         return
     values_ptr += here * values_stride
@@ -192,19 +211,30 @@ def _select_kernel(
     tile = tl.arange(0, TILES)
     maxima = tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)
     totals = tl.load(total_ptr + here * tiles + tile, mask=tile < tiles, other=0.0)
+    # A tile of nothing but -inf has total 0 and a shift of 0 that is no logit; lanes past the last tile lie below even
+    # it.
     maxima = _ordered(tl.where(totals > 0.0, maxima, -float("inf")))
     maxima = tl.where(tile < tiles, maxima, BELOW_ALL)
+    # All columns reach -inf, and none the number after the largest maximum: bounds that `_threshold` may start from.
     low = tl.full((), LOWEST, tl.int64)
     high = tl.max(maxima, 0).to(tl.int64) + 1
+    # First bisection, over the tiles' maxima: the `count` tiles of the largest. It needs fewer than all tiles to save
+    # anything; else the branch is compiled away, and all tiles are swept.
     if list_ptr is not None:
         list_ptr += here * count
         bounds = _threshold(maxima, count, low, high, values_ptr, shift_ptr, None, searched, True, TILE, BLOCK)
         tile_place, _ = _places(maxima[None, :], count, bounds, (0, 0))
         tl.store(list_ptr + tile_place, tl.broadcast_to(tile[None, :], tile_place.shape), mask=tile_place < count)
+        # Other threads read the list than those that stored it; the program's own row, so a barrier within it is
+        # enough.
         tl.debug_barrier()
+        # Each of these tiles has a token at its maximum, K tokens in all: `low` holds as the lower bound for tokens
+        # too.
         low = bounds[0]
         listed_ptr += here * LISTED
         found = tl.zeros((), tl.int32)
+        # No token reaches the upper bound here: all that reach `low` count as between, and are placed in their order.
+        # What does not fit is dropped but counted, which is how the list is known to be too short.
         reach = low, tl.full((), 2147483647, tl.int64), 0
         for block in range(tl.cdiv(count, BLOCK)):
             columns, keys = _candidates(values_ptr, shift_ptr, list_ptr, block, searched, TILE, BLOCK)
@@ -212,6 +242,7 @@ def _select_kernel(
             tl.store(listed_ptr + place, columns, mask=place < LISTED)
             found = counted[1]
         tl.debug_barrier()
+        # The same for all threads, since `found` is a sum over the program.
         if found <= LISTED:
             _choose_listed(listed_ptr, found, values_ptr, shift_ptr, ids_ptr, K, low, high, searched, LISTED, TILE)
         else:
@@ -220,16 +251,20 @@ def _select_kernel(
         _choose_by_sweeps(None, values_ptr, shift_ptr, ids_ptr, K, low, high, searched, TILE, BLOCK)
     tl.debug_barrier()
 
+    # The K ids come back as one vector, in other threads than stored them: hence the barrier above.
     lane = tl.arange(0, LANES)
     ids = tl.load(ids_ptr + lane, mask=lane < K, other=-1)
     _, lse = normaliser(teacher_shift_ptr, teacher_total_ptr + here * tiles, tiles, inverse_t, TILES)
     log_t = logit_at(teacher_ptr, teacher_shift_ptr, ids, V, TILE) * inverse_t - lse
+    # With `rest` the teacher's tail is summed, which keeps a small tail's digits. Without it, it is 1 less the K's sum:
+    # the K are scaled down where they leave less than that sum resolves.
     if rest_ptr is not None:
         rest = others_normaliser(teacher_ptr, teacher_shift_ptr, ids, lane < K, V, tiles, inverse_t, lse, TILE, BLOCK)
         tl.store(rest_ptr + row, tl.maximum(rest - lse, NO_PROBABILITY))
     else:
         peak = tl.maximum(tl.max(log_t, 0), NO_PROBABILITY)
         log_t -= tl.maximum(peak + tl.log(tl.sum(tl.exp(log_t - peak), 0)) - LOG_MOST, 0.0)
+    # A token that the teacher excludes keeps a finite mark: -inf would mean an unused place.
     tl.store(logprobs_ptr + row * K + lane, tl.maximum(log_t, NO_PROBABILITY), mask=lane < K)
 
 

@@ -65,6 +65,7 @@ def reference_decode_attention(
     if masking.softcap is not None:
         scores = masking.softcap * torch.tanh(scores / masking.softcap)
     scores = scores.masked_fill(~kept[:, None], float("-inf"))
+    # Finite, also for a row that sees nothing, whose weights are then 0 by the least total below.
     largest = scores.amax(-1, keepdim=True).clamp(min=-1e30)
     if masking.sinks is not None:
         largest = torch.maximum(largest, masking.sinks.to(dtype)[:, None, None])
@@ -123,6 +124,7 @@ def _chunk_kernel(
 
     WHOLE: the chunk holds all keys, and results are stored; else the chunk's part, in fp32, and its lse.
     """
+    # The combining kernel may start at once; it waits for this whole grid before it reads a part.
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
@@ -138,6 +140,8 @@ def _chunk_kernel(
     head = kv_head * GROUP + row % GROUP
     q_at = q_ptr + batch * stride_qb + head[:, None] * stride_qh + token[:, None] * stride_qs + column[None, :]
     q = tl.load(q_at, mask=in_row[:, None] & in_column[None, :], other=0.0)
+    # First key that a token does not see: each of the S sees one more than the one before. `low` is the first that it
+    # sees.
     high = length - new + 1 + token
     low = high - window
 
@@ -145,20 +149,25 @@ def _chunk_kernel(
     if STARTS:
         begin = tl.maximum(tl.load(starts_ptr + batch).to(tl.int32), 0)
         low = tl.maximum(low, begin)
+    # From the first key that any of the S tokens sees, in whole tiles dealt out evenly over the chunks; one may get
+    # none.
     first = tl.minimum(tl.maximum(length - new + 1 - window, begin), length) // BLOCK_N
     tiles = tl.cdiv(length, BLOCK_N) - first
     start = (first + tiles * chunk // chunks) * BLOCK_N
     end = (first + tiles * (chunk + 1) // chunks) * BLOCK_N
+    # Finite, not -inf: a row that has seen nothing yet would make -inf less -inf. Scores are to base 2.
     m_i = tl.full([ROWS], -1e30, tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     if SINKS:  # of the first chunk
         m_i, l_i = initial_softmax_state(sinks_ptr, head)
+        # A sink counts once in the row's sum; in other chunks it is only a maximum to start from.
         l_i = tl.where(chunk == 0, l_i, 0.0)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
     for n in tl.range(start, end, BLOCK_N):
         slot = n + tl.arange(0, BLOCK_N)
+        # Slots outside may hold NaN: they are not loaded, since 0 times NaN would stay in the sum.
         held = ((slot < length) & (slot >= begin))[:, None] & in_column[None, :]
         slot_64 = slot[:, None].to(tl.int64)
         k = tl.load(k_base + slot_64 * stride_kt + column[None, :], mask=held, other=0.0)
@@ -166,13 +175,17 @@ def _chunk_kernel(
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [ROWS, BLOCK_N]
         if SOFTCAP:
             s, _ = softcapped(s, cap_rate, cap)
+        # Masked by row, as the tokens of the tile see different keys; rows past the last one are computed and not
+        # stored.
         s = tl.where((slot[None, :] >= low[:, None]) & (slot[None, :] < high[:, None]), s, float("-inf"))
+        # Online softmax: what was summed so far is scaled to the new maximum, then this tile's keys are added.
         m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
         p = tl.exp2(s * score_scale - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
+    # A row that saw nothing gives 0, and as a part an lse of -inf: no weight.
     empty = l_i == 0
     acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
     if WHOLE:
@@ -203,6 +216,7 @@ def _combine_kernel(
 ):
     if DEPENDENT_LAUNCH:  # this kernel started while the chunks were still being made
         tl.extra.cuda.gdc_wait()
+    # A program a query row, with all of its chunks as one tile [CHUNKS, BLOCK_D].
     row = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     head = tl.program_id(1) % kv_heads * GROUP + row % GROUP
@@ -210,6 +224,7 @@ def _combine_kernel(
     column = tl.arange(0, BLOCK_D)
     part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
     lse = tl.load(lse_ptr + part, mask=chunk < chunks, other=float("-inf"))
+    # The clamp keeps -inf less -inf out where no chunk saw a key; the total is 0 then, and so is the row.
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
     total = tl.sum(weight, 0)
     held = (chunk < chunks)[:, None] & (column < HEAD_DIM)[None, :]
@@ -281,6 +296,7 @@ def decode_on_triton(
     chunks = chunk_count(slots, batches * kv_heads, facts.multiprocessors, config.programs)
     # more programs than run at once: a shallower pipeline leaves room for a third on a multiprocessor
     stages = config.stages or (2 if batches * kv_heads > config.programs * facts.multiprocessors else 3)
+    # With one chunk the results go straight to `out`, and these arguments are not used as parts.
     parts = lse = out
     dependent_launch = chunks > 1 and facts.dependent_launch
     if chunks > 1:

@@ -80,6 +80,7 @@ class KVCache:
         if self._longest + new > slots:
             raise ValueError(f"keys: {self._longest} + {new} positions exceed the cache's max_length of {slots}")
         if new == 1 and counts is None:
+            # Lengths first: `write_newest` puts the new position into the slot before the length.
             self.lengths += 1
             self._longest += 1
             write_newest(self.keys, self.values, keys, values, self.lengths)
@@ -116,6 +117,8 @@ class KVCache:
     def reorder(self, sequences: torch.Tensor) -> None:
         """Replace sequence i by a copy of sequence `sequences[i]` (beam search)."""
         filled = slice(0, self._longest)
+        # The right-hand side is a copy, so that no sequence is overwritten before it is read. Only up to the host's
+        # bound.
         self.keys[:, filled] = self.keys[sequences, filled]
         self.values[:, filled] = self.values[sequences, filled]
         self.lengths = self.lengths[sequences]
@@ -145,6 +148,7 @@ def _put_kernel(
     BLOCK: tl.constexpr,
 ):
     """Store one sequence's and head's new key and value; a slot outside of the cache is skipped."""
+    # A program a sequence and head, as int64: a cache may have more than 2^31 elements.
     batch = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(lengths_ptr + batch).to(tl.int64) - 1
@@ -153,6 +157,7 @@ def _put_kernel(
     to = batch * stride_cb + slot * stride_ct + head * stride_ch + column
     k = tl.load(k_ptr + batch * stride_kb + head * stride_kh + column, mask=held)
     v = tl.load(v_ptr + batch * stride_vb + head * stride_vh + column, mask=held)
+    # Cast to the cache's dtype, which may be narrower. Every program has a slot of its own: no order between them.
     tl.store(keys_ptr + to, k.to(keys_ptr.dtype.element_ty), mask=held)
     tl.store(values_ptr + to, v.to(values_ptr.dtype.element_ty), mask=held)
 

@@ -47,6 +47,7 @@ def reference_kl_probabilities(
 def _pointwise(x, target, LOG_TARGET: tl.constexpr):
     if LOG_TARGET:
         return tl.exp(target) * (target - x)
+    # 0 log 0 is NaN by arithmetic, and 0 by definition.
     return tl.where(target == 0, 0.0, target * (log(target) - x))
 
 
@@ -56,6 +57,8 @@ def _forward_kernel(
 ):
     # out: the loss of each element, or one partial sum a program
     total = tl.zeros([BLOCK], tl.float32)
+    # int64: the tensor may have more than 2^31 elements. Where it reduces, few programs stride over all of it, each
+    # always over the same blocks, so that sums are the same every time.
     first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(first, n, step):
@@ -65,10 +68,12 @@ def _forward_kernel(
         target = tl.load(target_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         loss = _pointwise(x, target, LOG_TARGET)
         if REDUCE:
+            # A lane keeps its own sum through all blocks: one reduction at the end. Elements past the end add nothing.
             total += tl.where(mask, loss, 0.0)
         else:
             tl.store(out_ptr + offsets, loss.to(out_ptr.dtype.element_ty), mask=mask)
     if REDUCE:
+        # Scaled in fp32, before a sum of many elements is rounded to the result's dtype.
         tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0) * scale)
 
 
@@ -91,17 +96,20 @@ def _backward_kernel(
     mask = offsets < n
     target = tl.load(target_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if REDUCE:
+        # One upstream number, read on the device by every program: the host waits for nothing.
         grad = tl.load(grad_ptr).to(tl.float32) * scale
     else:
         grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     probability = tl.exp(target) if LOG_TARGET else target
     if NEED_DX:
         tl.store(dx_ptr + offsets, (-grad * probability).to(dx_ptr.dtype.element_ty), mask=mask)
+    # Only the target's gradient needs the input: without it this load is compiled away.
     if NEED_DTARGET:
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if LOG_TARGET:
             slope = probability * (target - x + 1.0)
         else:
+            # The element's loss is 0 there by definition; the logarithm would make it -inf.
             slope = tl.where(target == 0, 0.0, log(target) + 1.0 - x)
         tl.store(dtarget_ptr + offsets, (grad * slope).to(dtarget_ptr.dtype.element_ty), mask=mask)
 

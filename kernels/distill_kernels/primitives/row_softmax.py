@@ -33,6 +33,7 @@ def reference_softmax(x: torch.Tensor) -> torch.Tensor:
 def _forward_tile(x_ptr, y_ptr, x_stride, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     cols = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    # Columns past the row load as -inf and weigh 0. A row past the last is all -inf: its NaN is not stored.
     mask = (rows < n_rows) & (cols < n_cols)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=float("-inf")).to(tl.float32)
     y = tl.exp(x - tl.max(x, 1, keep_dims=True))
@@ -48,8 +49,10 @@ def _row_statistics(x_ptr, first, last, BLOCK: tl.constexpr):
     total = tl.zeros([], tl.float32)
     for start in range(first, last, BLOCK):
         cols = start + lanes
+        # Kept in L2 if it can be: the second pass reads the same row.
         x = tl.load(x_ptr + cols, mask=cols < last, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         after = tl.maximum(biggest, tl.max(x, 0))
+        # While nothing but -inf was seen, 0 in place of the maximum keeps -inf less -inf out; the sum stays 0.
         base = tl.where(after == float("-inf"), 0.0, after)
         total = total * tl.exp(biggest - base) + tl.sum(tl.exp(x - base), 0)
         biggest = after
@@ -61,6 +64,7 @@ def _write_softmax(x_ptr, y_ptr, first, last, biggest, total, BLOCK: tl.constexp
     scale = 1.0 / total  # a row of -inf: -inf minus -inf, NaN, as in torch
     for start in range(first, last, BLOCK):
         cols = start + tl.arange(0, BLOCK)
+        # The last read of the row, and a result that is not read here: both may leave L2 first.
         x = tl.load(x_ptr + cols, mask=cols < last, eviction_policy="evict_first").to(tl.float32)
         y = tl.exp(x - biggest) * scale
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
@@ -70,6 +74,7 @@ def _write_softmax(x_ptr, y_ptr, first, last, biggest, total, BLOCK: tl.constexp
 def _forward_loop(x_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
+    # Two passes by one program: nothing is exchanged but these two numbers, which every thread has after the reduction.
     biggest, total = _row_statistics(x_ptr, 0, n_cols, BLOCK)
     _write_softmax(x_ptr, y_ptr + row * n_cols, 0, n_cols, biggest, total, BLOCK)
 
@@ -94,9 +99,11 @@ def _forward_split_write(x_ptr, parts_ptr, y_ptr, x_stride, n_cols, per_part, BL
     parts = tl.num_programs(1)
     lanes = tl.arange(0, PARTS)
     parts_ptr += row * parts * 2 + lanes * 2
+    # Every part of a row combines all parts' numbers by itself, in one order. They are complete: a launch of its own.
     maxima = tl.load(parts_ptr, mask=lanes < parts, other=float("-inf"))
     totals = tl.load(parts_ptr + 1, mask=lanes < parts, other=0.0)
     biggest = tl.max(maxima, 0)
+    # A part of nothing but -inf has sum 0, and a whole row of it gives NaN only as it is written, as in torch.
     base = tl.where(biggest == float("-inf"), 0.0, biggest)
     total = tl.sum(totals * tl.exp(maxima - base), 0)
     first = part * per_part
@@ -109,6 +116,7 @@ def _backward_tile(dy_ptr, y_ptr, dx_ptr, dy_stride, n_rows, n_cols, ROWS: tl.co
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     cols = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     mask = (rows < n_rows) & (cols < n_cols)
+    # Masked to 0, so that columns past the row add nothing to the sum.
     y = tl.load(y_ptr + rows * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     dx = y * (dy - tl.sum(y * dy, 1, keep_dims=True))
@@ -121,6 +129,7 @@ def _row_product(dy_ptr, y_ptr, first, last, BLOCK: tl.constexpr):
     products = tl.zeros([BLOCK], tl.float32)
     for start in range(first, last, BLOCK):
         cols = start + tl.arange(0, BLOCK)
+        # Both rows are read again to write the gradient, and should stay in L2 until then.
         y = tl.load(y_ptr + cols, mask=cols < last, other=0.0, eviction_policy="evict_last").to(tl.float32)
         dy = tl.load(dy_ptr + cols, mask=cols < last, other=0.0, eviction_policy="evict_last").to(tl.float32)
         products += y * dy
@@ -142,6 +151,7 @@ def _backward_loop(dy_ptr, y_ptr, dx_ptr, dy_stride, n_cols, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     y_ptr += row * n_cols
+    # The gradient of any column needs the sum over all: a pass for it, then a pass that writes.
     product = _row_product(dy_ptr, y_ptr, 0, n_cols, BLOCK)
     _write_gradient(dy_ptr, y_ptr, dx_ptr + row * n_cols, 0, n_cols, product, BLOCK)
 
@@ -164,6 +174,7 @@ def _backward_split_write(
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     lanes = tl.arange(0, PARTS)
+    # Each part adds all parts' sums by itself, in one order: the same bits in all of them, and no atomics.
     product = tl.sum(tl.load(parts_ptr + row * parts + lanes, mask=lanes < parts, other=0.0), 0)
     first = part * per_part
     last = tl.minimum(first + per_part, n_cols)

@@ -74,6 +74,7 @@ def split_k_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
+    # The tile is y transposed, [BLOCK_N, BLOCK_M]: outputs are the long axis, rows of x the short one.
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     first = split * part
@@ -84,6 +85,8 @@ def split_k_kernel(
     weight_ptrs = weight_ptr + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_weight + (first + k)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, part, BLOCK_K):
+        # Without a last partial step W is loaded without a mask. It is read once and may leave L2 first; x is read by
+        # all.
         if EVEN:
             weight = tl.load(weight_ptrs, eviction_policy="evict_first")
             x = tl.load(x_ptrs, mask=in_rows, other=0.0)
@@ -101,10 +104,15 @@ def split_k_kernel(
         tile_ptr = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M)
         tl.store(tile_ptr + split * (BLOCK_N * BLOCK_M) + cells, total)
         tl.debug_barrier()  # all threads' partials before the one that counts
+        # Release: this partial is visible before the count. Acquire: the program that counts last sees every other one.
         last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
         if last:
+            # All splits have counted, so that nobody else touches the counter in this launch; the next one finds it at
+            # 0.
             tl.store(counters_ptr + tile, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            # In the order of the splits, its own read back too, so that who came last changes no bit. From L2, which
+            # all multiprocessors share, and not from an L1 with older lines.
             for other in tl.static_range(SPLITS):
                 total += tl.load(tile_ptr + other * (BLOCK_N * BLOCK_M) + cells, cache_modifier=".cg")
     if last:
@@ -141,6 +149,8 @@ def _zero_counters(device: torch.device) -> torch.Tensor:
     """Return the zeroed counters of the current stream, or during capture those of the device's CUDA graphs."""
     if device.type != "cuda":
         return torch.zeros(COUNTERS, dtype=torch.int32)
+    # Two launches at once must not share counters: a stream's follow each other. A graph keeps the address, so that its
+    # set is not that of any stream; it is made before capture, which would record its zeroing and own its memory.
     capturing = torch.cuda.is_current_stream_capturing()
     key = (device, "graphs" if capturing else torch.cuda.current_stream(device).cuda_stream)
     if key not in _counters:
@@ -164,6 +174,7 @@ def _launch(
     tiles = cdiv(outputs, block_n)
     block_m = max(16, next_power_of_2(rows))
     part = cdiv(cdiv(inputs, splits), block_k) * block_k
+    # Parts are whole steps, so that fewer of them than were asked for may reach the end.
     splits = cdiv(inputs, part)
     partials = torch.empty(
         tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device
@@ -220,6 +231,7 @@ def _backward(ctx, dy: torch.Tensor):
     return (
         dy @ weight if needs_x else None,
         dy.T @ x if needs_weight else None,
+        # Summed in fp32: 16 bits would lose small terms beside a large sum.
         dy.float().sum(0).to(dy.dtype) if needs_bias else None,
     )
 

@@ -84,8 +84,12 @@ def _tiled_kernel(
     """GATED: the activation, where gate and up are in turn the columns of the product; see gated.py."""
     row_blocks = tl.cdiv(M, BLOCK_M)
     steps = tl.cdiv(K, BLOCK_K)
+    # Tiles of y are numbered, and a program takes every num_programs-th. Flattened, the two loops are one pipeline: the
+    # next tile's first loads are under way while this one is stored.
     for t in tl.range(tl.program_id(0), row_blocks * tl.cdiv(N, BLOCK_N), tl.num_programs(0), flatten=True):
         if GROUP:
+            # GROUP blocks of rows are walked through before the next; in a group rows are fastest. The last may have
+            # fewer.
             group = GROUP * tl.cdiv(N, BLOCK_N)  # tiles of it
             first = t // group * GROUP
             size = tl.minimum(row_blocks - first, GROUP)
@@ -94,8 +98,10 @@ def _tiled_kernel(
         else:
             row = t % row_blocks * BLOCK_M
             column = t // row_blocks * BLOCK_N
+        # fp32 over the whole inner dimension: one program has it all, and rounds once.
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
+            # The last step may pass K: what lies outside loads as 0.
             x = load_block(x_blocks, row, step * BLOCK_K, BLOCK_M, BLOCK_K, TMA)
             weight = load_block(weight_blocks, column, step * BLOCK_K, BLOCK_N, BLOCK_K, TMA)
             total = tl.dot(x, weight.T, total)
@@ -103,6 +109,7 @@ def _tiled_kernel(
             n = column + tl.arange(0, BLOCK_N)
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED != "":
+            # Gate and up are neighbours in the tile, so that the activation joins them in registers; y is half as wide.
             gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
             store_block(y_blocks, activate(gate, GATED) * up, row, column // 2, TMA)
         else:
@@ -128,6 +135,7 @@ def launch_tiles(
     if rows == 0:
         return y
     facts = device_facts(x.device)
+    # TMA takes rows that start at multiples of 16 bytes; others are copied.
     x = x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
     weight = weight if has_aligned_rows(weight) else weight.clone(memory_format=torch.contiguous_format)
     programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
