@@ -21,6 +21,9 @@ def serve():
 
     def start(send, wait=1.5):
         class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.do_GET()
+
             def do_GET(self):
                 try:
                     send(self)
@@ -161,3 +164,30 @@ def test_a_token_id_that_is_none_is_refused(token):
     entry = json.loads(json.dumps({str(token): {"logprob": -0.1}, "5": {"logprob": -2.0}}))
     with pytest.raises(TeacherUnavailableError, match="expected token ids from 0 on, got"):
         _entry(entry, 5, 1, 100)
+
+
+@pytest.mark.parametrize("part", ["nothing of the reply", "half of its body"])
+def test_closing_ends_the_threads_that_wait_for_a_reply(serve, part):
+    """One that outlived the interpreter aborted a process whose run had succeeded."""
+    asked = threading.Event()
+
+    def send(handler):
+        if part == "half of its body":
+            handler.send_response(200)
+            handler.send_header("content-length", "1000")
+            handler.end_headers()
+            handler.wfile.write(b"x" * 500)
+        asked.set()
+        time.sleep(20)
+
+    servers = serve(send, wait=60)
+    before = {thread for thread in threading.enumerate() if thread.name == "asking"}
+    pending = [servers.submit("/v1/x", b"", 1, bytes) for _ in range(3)]
+    assert asked.wait(10)
+    begun = time.monotonic()
+    servers.close()
+    assert time.monotonic() - begun < 1.5
+    assert {thread for thread in threading.enumerate() if thread.name == "asking"} <= before
+    for future in pending:
+        with pytest.raises(TeacherUnavailableError):
+            future.result(0)

@@ -174,6 +174,8 @@ class Heartbeat:
         if store is None:  # the thread still waits for the rank that holds the store
             if failure is not None:
                 _leave_before_joining(failure, self._prefix)
+                # it may have met the store just now: inside of it a thread must not outlive the interpreter
+                self._thread.join(GRACE_S)
             return
         # the thread ends first: from here on only the main thread speaks for this rank
         self._thread.join()

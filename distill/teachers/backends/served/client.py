@@ -14,6 +14,7 @@ answered for `config.wait` seconds, or one answers as another teacher than the r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -32,7 +33,7 @@ import torch
 import urllib3
 
 from distill.core.errors import TeacherUnavailableError
-from distill.teachers.backends.served.connections import LATE, pool_manager
+from distill.teachers.backends.served.connections import LATE, interrupt, pool_manager
 from distill.teachers.backends.served.integrity import CHECKSUM, checksum_error
 from distill.teachers.backends.served.protocol import BINARY, TEACHER, Identity, ProtocolError
 
@@ -43,6 +44,7 @@ FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 30.0
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
+CLOSE_SECONDS = 2.0
 # of a reply, and of one read of it
 MOST_BYTES = 4 << 30
 CHUNK = 1 << 20
@@ -124,11 +126,18 @@ class Servers:
         self.received = self.positions = 0
 
     def close(self) -> None:
-        """Close without waiting for open requests, whose threads end with the answer."""
+        """End open requests, whose futures fail, and the threads that wait for them."""
         self._closed.set()
         for _ in self._threads:
             self._work.put(None)
-        self._pools.clear()  # connections of open requests are closed once their reply is there
+        # A thread that outlives the interpreter is unwound wherever it next asks for the lock. Where that is inside
+        # torch, which frees an answer's memory, the process is aborted after a run that has succeeded.
+        until = time.monotonic() + CLOSE_SECONDS  # late only where a thread still looks up or joins a server
+        while (left := [thread for thread in self._threads if thread.is_alive()]) and time.monotonic() < until:
+            interrupt(left)  # in each round: one may have been on its way to the connection
+            left[0].join(0.02)
+        self._pools.clear()
+        atexit.unregister(self.close)
 
     # --------------------------------------------------------------- one request
 
@@ -145,7 +154,9 @@ class Servers:
             kind: Content type of the body.
         """
         future: Future[T] = Future()
-        if not self._threads:  # daemons: a run that ends does not wait for open requests
+        if not self._threads:
+            atexit.register(self.close)  # for a caller that does not close
+            # daemons: what hangs in a connection's making keeps no process from ending
             names = range(self.config.at_once * len(self.config.urls))
             self._threads = [threading.Thread(target=self._answer_all, daemon=True, name="asking") for _ in names]
             for thread in self._threads:
@@ -168,6 +179,7 @@ class Servers:
                 future.set_result(ask())
             except BaseException as error:  # whoever waits for the answer raises it
                 future.set_exception(error)
+            del asked, future, ask  # the answer is the caller's: it is not held until the next request
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         return self.fetch(method, path, body).numpy().tobytes()
@@ -294,7 +306,7 @@ class Servers:
             pause = pause if seconds is None else max(seconds, FIRST_PAUSE)
             server.fault = fault
             server.until = time.monotonic() + min(pause, self.config.wait / 4)
-        if server.failures in (1, 5, 25):
+        if server.failures in (1, 5, 25) and not self._closed.is_set():
             log.warning("%s does not respond (%s); retrying", server.url, fault)
 
     def silence(self, *, of_all: bool = False) -> str | None:

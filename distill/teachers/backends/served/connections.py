@@ -6,11 +6,15 @@ anew each time, and hold a run forever. Here each read is given what is left unt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import io
 import socket
+import threading
 import time
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import urllib3
@@ -18,6 +22,9 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 LATE = "the whole reply did not come in time"
 SEND_SECONDS = 60.0  # for the network to take a request
+# The socket of each thread's last request, which `interrupt` ends. Not its connection: that gives the socket away to a
+# reply after which the server closes.
+_last_used: weakref.WeakKeyDictionary[threading.Thread, socket.socket] = weakref.WeakKeyDictionary()
 
 
 class _TimedReader(io.RawIOBase):
@@ -57,10 +64,15 @@ class _TimedResponse(http.client.HTTPResponse):
 class _Timed(HTTPConnection):
     """A connection whose timeout is that of a whole reply."""
 
+    def connect(self) -> None:
+        super().connect()
+        _last_used[threading.current_thread()] = self.sock
+
     def request(self, *args: Any, **named: Any) -> None:
         # a kept connection's socket still has what the last reply left of its time
         if self.sock is not None:
             self.sock.settimeout(SEND_SECONDS)
+            _last_used[threading.current_thread()] = self.sock
         super().request(*args, **named)
 
     def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]
@@ -91,3 +103,13 @@ def pool_manager(servers: int, connections: int) -> urllib3.PoolManager:
     manager = urllib3.PoolManager(num_pools=servers, maxsize=connections)
     manager.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
     return manager
+
+
+def interrupt(threads: Iterable[threading.Thread]) -> None:
+    """End the requests that threads wait for: their reads return at once, as those of a connection that is gone."""
+    for thread in threads:
+        sock = _last_used.get(thread)
+        if sock is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                # of the plain socket below TLS too: an SSLSocket's own shutdown takes its state from under the reader
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
