@@ -2,7 +2,7 @@
 
 Needs no GPU. Compiles the grid below by tests/compile_for_gpu.py (some minutes; longer for `--all`, every combination
 in place of every pair), and writes a row a kernel, family and case to scripts/compiled.jsonl, from which scripts.docs
-makes docs/reference/compiled-kernels.md. tests/test_compiles.py holds the same cases to each family's limits.
+makes docs/reference/compiled-kernels.md. tests/ops/test_compiles.py holds the same cases to each family's limits.
 """
 
 from __future__ import annotations

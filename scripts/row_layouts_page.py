@@ -1,6 +1,6 @@
 """The page docs/guides/row-layouts.md, and the lists of columns and keys in docs/guides/data-formats.md.
 
-The page is written from `tests/row_layouts.yaml`, whose every case a test compares with what is read.
+The page is written from `tests/data/row_layouts.yaml`, whose every case a test compares with what is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distill.data.known_columns import (
     WORDS,
 )
 
-TABLE = Path(__file__).resolve().parents[1] / "tests" / "row_layouts.yaml"
+TABLE = Path(__file__).resolve().parents[1] / "tests" / "data" / "row_layouts.yaml"
 # a template of ChatML's kind with tools and reasoning
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -1,7 +1,7 @@
 """Pytest plugin that prints the processor time of each test file, its processes included, and the time it waited.
 
     pytest -p scripts.suite_times                       # the 25 files that cost most, and the 25 tests
-    pytest -p scripts.suite_times -m full tests/test_crash.py
+    pytest -p scripts.suite_times -m full tests/runs/test_crash.py
 
 Wall time says little where several suites share a machine: processor time is that of this process, of those it waited
 for and of all that still run below it; a test waits where its main thread neither runs nor is ready to.

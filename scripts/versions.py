@@ -25,14 +25,14 @@ PLACE = Path(os.environ.get("DISTILL_VERSIONS", Path.home() / ".cache" / "distil
 TRIES = 3  # of a download
 # the losses' definitions and kernels, a layer, launch plans, patched models, a run, and one that is resumed
 CORE = (
-    "tests/test_torch_internals.py",
-    "tests/test_divergence.py",
-    "tests/test_linear_loss.py",
-    "tests/test_rms_norm.py",
-    "tests/test_launch_plans.py",
-    "tests/test_patching.py::test_outputs_and_gradients_stay",
-    "tests/test_run.py::test_a_run_writes_everything_and_the_student_loads",
-    "tests/test_run.py::test_interrupted_and_resumed_equals_uninterrupted",
+    "tests/ops/test_torch_internals.py",
+    "tests/losses/test_divergence.py",
+    "tests/losses/test_linear_loss.py",
+    "tests/ops/test_rms_norm.py",
+    "tests/ops/test_launch_plans.py",
+    "tests/models/test_patching.py::test_outputs_and_gradients_stay",
+    "tests/runs/test_run.py::test_a_run_writes_everything_and_the_student_loads",
+    "tests/runs/test_run.py::test_interrupted_and_resumed_equals_uninterrupted",
 )
 
 
@@ -61,7 +61,7 @@ VERSIONS = {
         True,
         ("numpy<2.4",),  # which Triton's interpreter needs until 3.6
         {
-            "tests/test_linear_loss.py::test_weight_gradient_accumulation_rounds_once": "the interpreter of Triton 3.5 "
+            "tests/losses/test_linear_loss.py::test_weight_gradient_accumulation_rounds_once": "the interpreter of Triton 3.5 "
             "takes strides of tensor descriptors for bytes"
         },
     ),

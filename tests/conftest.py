@@ -158,7 +158,7 @@ def pytest_make_parametrize_id(val) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items, config):
-    config.unknown_cases = _leave_plain(items)  # read by tests/test_house.py
+    config.unknown_cases = _leave_plain(items)  # read by tests/house/test_house.py
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:

@@ -29,7 +29,8 @@ from pathlib import Path
 
 PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT
 TESTS = Path(__file__).resolve().parent
-PLACES = [str(TESTS.parent), str(TESTS.parent / "kernels"), str(TESTS)]
+TEST_FOLDERS = (TESTS, *sorted(folder for folder in TESTS.iterdir() if folder.is_dir()))
+PLACES = [str(place) for place in (TESTS.parent, TESTS.parent / "kernels", *TEST_FOLDERS)]
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",

@@ -1,7 +1,7 @@
 """Runs of pytest that import this project anew, each in a fork of one process that imported torch and the rest once.
 
     with Pytests(clean_environment()) as pytests:
-        done = pytests.run("tests/test_ops.py", "-q")      # its exit code and output
+        done = pytests.run("tests/ops/test_ops.py", "-q")      # its exit code and output
 
 A run takes the seconds of its tests, where a process of its own takes as many again for imports.
 """

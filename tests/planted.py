@@ -11,7 +11,7 @@ class Fault(NamedTuple):
         path: File, from `distill_kernels` or `distill` on.
         right: Text of the line, once in the file.
         wrong: What takes its place.
-        test: Id of the test, or the name of an example of `tests/test_ops.py`, which the doctor checks too.
+        test: Id of the test, or the name of an example of `tests/ops/test_ops.py`, which the doctor checks too.
     """
 
     what: str
@@ -28,7 +28,7 @@ class Fault(NamedTuple):
     @property
     def test_id(self) -> str:
         """Return the id of the test."""
-        return f"tests/test_ops.py::test_op_equals_its_reference[{self.test}]" if self.example else self.test
+        return f"tests/ops/test_ops.py::test_op_equals_its_reference[{self.test}]" if self.example else self.test
 
 
 ROWS = "distill_kernels/losses/row_functions.py"
@@ -346,7 +346,7 @@ FAULTS = [
         "distill_kernels/losses/terms.py",
         "factor = temperature**2 if scale_by_temperature_squared else 1.0",
         "factor = 1.0",
-        "tests/test_ops.py::test_divergences_are_multiplied_by_the_temperature_squared",
+        "tests/ops/test_ops.py::test_divergences_are_multiplied_by_the_temperature_squared",
     ),
     # the training around the kernels
     Fault(
@@ -354,27 +354,27 @@ FAULTS = [
         "distill/core/labels.py",
         "labels.masked_fill(position_ids == 0, IGNORE_INDEX)",
         "labels.masked_fill(position_ids < 0, IGNORE_INDEX)",
-        "tests/test_objective.py::test_a_document_does_not_predict_the_next_ones_first_token",
+        "tests/losses/test_objective.py::test_a_document_does_not_predict_the_next_ones_first_token",
     ),
     Fault(
         "labels are not shifted",
         "distill/core/labels.py",
         "shifted[..., :-1] = labels[..., 1:]",
         "shifted[..., :-1] = labels[..., :-1]",
-        "tests/test_packing.py::test_labels_shift_by_one_to_the_left",
+        "tests/data/test_packing.py::test_labels_shift_by_one_to_the_left",
     ),
     Fault(
         "a step's divisor is that of one micro-batch",
         "distill/training/trainer.py",
         "student_inputs = self.objective.student_inputs(inputs, num_items_in_batch)",
         "student_inputs = self.objective.student_inputs(inputs, None)",
-        "tests/test_trainer.py::test_one_batch_of_eight_equals_eight_of_one[forward_kl]",
+        "tests/runs/test_trainer.py::test_one_batch_of_eight_equals_eight_of_one[forward_kl]",
     ),
     Fault(
         "a resumed run draws anew",
         "distill/training/trainer.py",
         "    # ------------------------------------------------------------------ loss\n",
         "    def _load_rng_state(self, checkpoint): pass\n",
-        "tests/test_trainer.py::test_resume_in_the_middle_of_an_epoch_is_exact[False]",
+        "tests/runs/test_trainer.py::test_resume_in_the_middle_of_an_epoch_is_exact[False]",
     ),
 ]

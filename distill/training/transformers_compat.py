@@ -1,7 +1,7 @@
 """`Trainer` with those of its methods overridden that train, resume or save wrongly here.
 
 Every override of a private method of transformers stands in this file. Its docstring names what upstream does
-instead, and a test (tests/test_transformers_compat.py) fails when upstream does it otherwise: the override is then
+instead, and a test (tests/runs/test_transformers_compat.py) fails when upstream does it otherwise: the override is then
 adapted or deleted. They were read in transformers 5.17 and 5.23.
 """
 
