@@ -61,8 +61,8 @@ VERSIONS = {
         True,
         ("numpy<2.4",),  # which Triton's interpreter needs until 3.6
         {
-            "tests/losses/test_linear_loss.py::test_weight_gradient_accumulation_rounds_once": "the interpreter of Triton 3.5 "
-            "takes strides of tensor descriptors for bytes"
+            "tests/losses/test_linear_loss.py::test_weight_gradient_accumulation_rounds_once": "the interpreter of "
+            "Triton 3.5 takes strides of tensor descriptors for bytes"
         },
     ),
     "torch-newest": Version("torch", False),
