@@ -10,6 +10,7 @@ scaled by it row by row; other gradients sum over rows, so where one is required
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,7 @@ from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import differentiable_once, non_view_output
 
 
-@torch.library.custom_op("distill::linear_divergence", mutates_args=())
-def linear_divergence_op(
+def _linear_divergence(
     student_hidden: torch.Tensor,
     student_weight: torch.Tensor,
     student_bias: torch.Tensor | None,
@@ -95,33 +95,52 @@ def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, s
     return None if valid_rows.numel() == row_scale.numel() else valid_rows
 
 
+linear_divergence_op = torch.library.custom_op("distill::linear_divergence", _linear_divergence, mutates_args=())
+# torch's registrations give the arguments as one tuple; here they are taken by name
+PARAMETERS = tuple(inspect.signature(_linear_divergence).parameters)
+STUDENT = PARAMETERS[:5]
+TEACHERS = ("teacher_hidden", "teacher_weight", "teacher_bias")  # a list of tensors each
+ROWS = ("labels", "row_scale", "valid_rows")
+TOKENS = ("teacher_ids", "teacher_logprobs", "advantages", "old_logprobs", "reference_logprobs")
+
+
 @linear_divergence_op.register_fake
 def _(*inputs):
-    students = inputs[:5]
-    row_scale = inputs[9]
-    per_row = inputs[19]
-    required = inputs[20]
+    given = dict(zip(PARAMETERS, inputs, strict=True))
+    row_scale = given["row_scale"]
+    required = RequiredGrads(*given["required"])
     n = row_scale.shape[0]
     stats = row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32)
     gradients = (
         torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if want and like is not None
         else row_scale.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-        for want, like in zip(required[:5], students, strict=True)
+        for want, like in zip(required, (given[name] for name in STUDENT), strict=False)
     )
-    return [row_scale.new_empty(n if per_row else ()), stats if required[5] else row_scale.new_empty(0), *gradients]
+    return [
+        row_scale.new_empty(n if given["per_row"] else ()),
+        stats if required.stats else row_scale.new_empty(0),
+        *gradients,
+    ]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings = inputs[11:20]
-    ctx.required = inputs[20]
-    ctx.text = inputs[26:29]
-    ctx.teachers = len(inputs[5])
-    ctx.per_row = inputs[19]
-    ctx.recompute = inputs[19] and not inputs[20][0]
-    ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
-    recompute = (*inputs[:5], *inputs[8:11], *inputs[21:26], *inputs[5], *inputs[6], *inputs[7])
-    ctx.save_for_backward(*(recompute if ctx.recompute else output[2:]))
+    given = dict(zip(PARAMETERS, inputs, strict=True))
+    ctx.per_row = given["per_row"]
+    ctx.required = given["required"]
+    # the forward pass left a head's gradients to the backward, which alone knows each row's upstream gradient
+    ctx.recompute = ctx.per_row and not ctx.required[0]
+    ctx.without_gradient = [_no_gradient(given[name]) for name in PARAMETERS[5:]]
+    if not ctx.recompute:
+        ctx.save_for_backward(*output[2:])
+        return
+    tensors = {*STUDENT, *TEACHERS, *ROWS, *TOKENS}
+    ctx.settings = {name: value for name, value in given.items() if name not in tensors}
+    ctx.teachers = len(given["teacher_hidden"])
+    ctx.save_for_backward(
+        *(given[name] for name in (*STUDENT, *ROWS, *TOKENS)),
+        *(tensor for name in TEACHERS for tensor in given[name]),
+    )
 
 
 def _no_gradient(given: Any) -> Any:
@@ -132,20 +151,19 @@ def _no_gradient(given: Any) -> Any:
 @differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     if ctx.recompute:
-        count = ctx.teachers
-        students = ctx.saved_tensors[0:5]
-        labels, row_scale, valid_rows = ctx.saved_tensors[5:8]
-        tokens = ctx.saved_tensors[8:13]
-        teachers = [list(ctx.saved_tensors[13 + count * part :][:count]) for part in range(3)]
+        saved = iter(ctx.saved_tensors)
+        again = {name: next(saved) for name in (*STUDENT, *ROWS, *TOKENS)}
+        for name in TEACHERS:
+            again[name] = [next(saved) for _ in range(ctx.teachers)]
+        scale, factor = fp16_safe_scale(again["row_scale"] * upstream[0], ctx.settings["dtype"])
         required = [*ctx.needs_input_grad[:5], False]
-        settings = list(ctx.settings)
-        # Neither `no_ignored_rows` (a row's upstream gradient, now its scale, may be 0) nor `per_row` (the gradients
-        # are of the scaled rows' sum).
-        settings[7:9] = False, False
-        scale, factor = fp16_safe_scale(row_scale * upstream[0], settings[4])
-        made = linear_divergence_op(
-            *students, *teachers, labels, scale, valid_rows, *settings, required, *tokens, *ctx.text
-        )[2:]
+        again |= ctx.settings | {
+            "row_scale": scale,
+            "required": required,
+            "no_ignored_rows": False,  # a row's upstream gradient, now part of its scale, may be 0
+            "per_row": False,  # the gradients are of the scaled rows' sum
+        }
+        made = linear_divergence_op(**again)[2:]
     else:
         required = ctx.required
         made = ctx.saved_tensors
@@ -313,28 +331,33 @@ def fused_loss(
     recompute = per_row and any(flags[1:])
     scale, down = (scale, None) if recompute else fp16_safe_scale(scale, dtype)
     if torch.compiler.is_compiling():
-        parts = [[head[part] for head in teacher_heads] for part in range(3)]
+        tail = next((each.tail for each in (top, student_top) if each is not None), "")
         loss, stats, *_ = linear_divergence_op(
             *students,
-            *parts,
-            labels,
-            scale,
-            valid_rows,
-            mixture,
-            encoded,
-            lora[2],
-            vocab,
-            dtype,
-            workspace,
-            skip,
-            no_ignored_rows,
-            per_row,
-            list(RequiredGrads(stats=return_stats) if recompute else required),
-            *((None, None) if top is None else top[:2]),
-            *((None, None, None) if policy is None else policy[:3]),
-            next((each.tail for each in (top, student_top) if each is not None), ""),
-            0 if student_top is None else student_top.k,
-            "" if policy is None else policy.settings.encode(),
+            teacher_hidden=[head.hidden for head in teacher_heads],
+            teacher_weight=[head.weight for head in teacher_heads],
+            teacher_bias=[head.bias for head in teacher_heads],
+            labels=labels,
+            row_scale=scale,
+            valid_rows=valid_rows,
+            mixture=mixture,
+            objective=encoded,
+            lora_scale=lora[2],
+            vocab=vocab,
+            dtype=dtype,
+            workspace=workspace,
+            skip_rows=skip,
+            no_ignored_rows=no_ignored_rows,
+            per_row=per_row,
+            required=list(RequiredGrads(stats=return_stats) if recompute else required),
+            teacher_ids=None if top is None else top.ids,
+            teacher_logprobs=None if top is None else top.logprobs,
+            advantages=None if policy is None else policy.advantages,
+            old_logprobs=None if policy is None else policy.old_logprobs,
+            reference_logprobs=None if policy is None else policy.reference_logprobs,
+            tail=tail,
+            student_k=0 if student_top is None else student_top.k,
+            policy="" if policy is None else policy.settings.encode(),
         )
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
