@@ -28,6 +28,7 @@ from distill.commands import (
     chat,
     doctor,
     evaluate,
+    init,
     plan,
     prune,
     quantise,
@@ -60,6 +61,7 @@ from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_r
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
 COMMANDS: dict[str, Callable[..., object]] = {
+    "init": init.init,
     "check": plan.check,
     "inspect": plan.inspect,
     "bench": plan.bench,
@@ -91,6 +93,7 @@ app = typer.Typer(
     \b
     distill recipes                            list the shipped recipes
     distill recipes copy chat-8b-to-1b         copy one to edit
+    distill init my.yaml                       write one from five answers
     distill settings train                     explain a recipe's settings
     distill validate chat-8b-to-1b.yaml        check it and print every setting
     distill check chat-8b-to-1b.yaml           estimate memory and time

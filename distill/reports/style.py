@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# the contrast of each colour with its background is at least 4.5, that of text with cards too: tests/commands/test_report.py
+# the contrast of each colour with its background is at least 4.5, that of text with cards too, which a test holds
 _PALETTE = """
     paper     #ffffff  #0f141b
     card      #f4f6f8  #19202a

@@ -132,10 +132,15 @@ def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
     teacher.format.makers["plugin"] = functools.partial(PluginTermLoss, plugin.terms)
 
 
+def longest_sequence(config: Any) -> int | None:
+    """Return how many positions a model has; None where its configuration sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
 def length_problem(recipe: Recipe, config: Any, field: str) -> str | None:
     """Return the error of sequences that are longer than the positions of a model; None where they fit."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not most or recipe.data.max_length <= most:
+    most = longest_sequence(config)
+    if most is None or recipe.data.max_length <= most:
         return None
     return f"data.max_length: expected at most {most}, the {field}'s longest sequence; got {recipe.data.max_length}"
 

@@ -17,7 +17,7 @@ from distill.cli import run_command
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = typer.main.get_command(cli.app).commands
 NAMES = sorted(COMMANDS)
-PRINTS_NO_TABLE = {"run", "chat", "serve", "schema"}  # the last prints JSON as it is
+PRINTS_NO_TABLE = {"run", "chat", "serve", "schema", "init"}  # the last prints JSON as it is
 NEEDS = {
     "quantise": ["-o", "out"],
     "export": ["-o", "out"],
