@@ -9,7 +9,23 @@ from distill import __version__
 from scripts.release import notes, released_version
 
 ROOT = Path(__file__).resolve().parents[2]
-CHANGELOG = (
+CHANGELOG = """\
+# Changelog
+
+## [Unreleased]
+
+- c
+
+## [0.2.0] - 2026-11-28
+
+### Added
+
+- b
+
+## [0.1.0]
+
+- a
+"""
     "# Changelog\n\n## [Unreleased]\n\n- c\n\n## [0.2.0] - 2026-11-28\n\n### Added\n\n- b\n\n## [0.1.0]\n\n- a\n"
 )
 
