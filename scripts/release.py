@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
         archive.write_bytes(_git("archive", "HEAD"))
         with tarfile.open(archive) as tar:
             tar.extractall(Path(place, "source"), filter="data")
-        for package in (".", "kernels"):
+        for package in ("./", "./kernels"):  # a bare `kernels` is a package of that name on the index
             command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder.resolve()), package]
             subprocess.run(command, cwd=Path(place, "source"), check=True)
     (folder / "notes.md").write_text(text, encoding="utf-8")

@@ -26,8 +26,6 @@ CHANGELOG = """\
 
 - a
 """
-    "# Changelog\n\n## [Unreleased]\n\n- c\n\n## [0.2.0] - 2026-11-28\n\n### Added\n\n- b\n\n## [0.1.0]\n\n- a\n"
-)
 
 
 def test_notes_are_the_section_of_the_version():
