@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any, NamedTuple
 
 import distill
@@ -248,14 +250,33 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each API page by its file name: the docstrings, rendered by mkdocstrings."""
+    """Return the text of each API page by its file name: signatures, then the docstrings as mkdocstrings renders them.
+
+    The signatures are for whoever reads the page in a clone, where a line such as `::: distill.patch` stays as it is.
+    """
     rows = "\n".join(f"| [{title}]({file}) | {_names(title, file)} |" for title, file in FILES.items())
     found = {"index.md": INDEX.format(note=NOTE, rows=rows)}
     for title, file in FILES.items():
-        blocks = [f"::: {_target(entry.name)}\n" for entry in GROUPS[title]]
+        targets = [*(_target(entry.name) for entry in GROUPS[title]), *MORE.get(file, ())]
+        blocks = [*map(_summary, targets), ""]
+        blocks += [f"::: {_target(entry.name)}\n" for entry in GROUPS[title]]
         blocks += [f"::: {target}\n    options:\n      show_root_full_path: true\n" for target in MORE.get(file, ())]
         found[file] = "\n".join([f"# {title}", "", NOTE, "", *blocks])
     return found
+
+
+def _summary(target: str) -> str:
+    """Return a name with its arguments and defaults, and the first sentence of its docstring."""
+    module, _, name = target.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    signature = inspect.signature(found)
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    arguments = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    if hasattr(found, "model_fields"):  # a recipe's section, whose fields have pages of their own
+        arguments = "(...)"
+    text = inspect.getdoc(found) or ""
+    sentence = " ".join(text.partition("\n\n")[0].split())
+    return f"- `{name}{arguments}`: {sentence}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
