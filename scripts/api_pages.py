@@ -275,7 +275,9 @@ def _summary(target: str) -> str:
     if hasattr(found, "model_fields"):  # a recipe's section, whose fields have pages of their own
         arguments = "(...)"
     text = inspect.getdoc(found) or ""
-    sentence = " ".join(text.partition("\n\n")[0].split())
+    pieces = " ".join(text.partition("\n\n")[0].split()).split("`")
+    # outside of code a bracket, as of a shape, would begin a link
+    sentence = "`".join(piece if number % 2 else piece.replace("[", r"\[") for number, piece in enumerate(pieces))
     return f"- `{name}{arguments}`: {sentence}"
 
 
