@@ -3,9 +3,9 @@
 Tables of README.md and docs/ from measured rows; docs/reference/settings/ and recipes/recipe.schema.json from the
 recipe's schema; docs/reference/cli.md from the command line's own definitions; docs/reference/api/ and the table of
 docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; docs/guides/row-layouts.md
-from the tests' table of rows; tables of GPUs from the cards that `check` knows; docs/contributing.md from
-CONTRIBUTING.md. `--check` writes nothing, and fails where a file
-differs from what would be written.
+from the tests' table of rows; docs/reference/results.md from the study's rows; tables of GPUs from the cards that
+`check` knows; docs/contributing.md from CONTRIBUTING.md. `--check` writes nothing, and fails where a file differs from
+what would be written.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from scripts import (  # noqa: E402
     gpu_page,
     launched_tables,
     readme,
+    reference_results,
     row_layouts_page,
     settings_pages,
     template_page,
@@ -54,6 +55,7 @@ def generated() -> dict[Path, str]:
         docs / "reference/cli.md": cli_page(),
         docs / "reference/compiled-kernels.md": compiled.page(),
         docs / "contributing.md": contributing_page(),
+        docs / "reference/results.md": reference_results.page(NOTE),
         docs / "guides/row-layouts.md": row_layouts_page.page(NOTE),
         **{docs / "reference/settings" / name: text for name, text in settings_pages.pages().items()},
         **{docs / "reference/api" / name: text for name, text in api_pages.pages().items()},

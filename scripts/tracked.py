@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "": (".md", ".toml", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "CITATION.cff", "constraints.txt"),
     ".ci": ("run", ".py"),
     "distill": (".py", ".css", ".mjs", ".yaml", "py.typed"),
-    "docs": (".md", ".svg", ".css", ".jsonl", ".csv", ".parquet", ".txt"),
+    "docs": (".md", ".ipynb", ".svg", ".css", ".jsonl", ".csv", ".parquet", ".txt"),
     "kernels": (".py", "py.typed", "pyproject.toml", "LICENSE"),
     "recipes": (".py", ".yaml", ".jsonl", "config.json", "recipe.schema.json"),
     "scripts": (".py", ".jsonl", ".yaml", ".svg", ".md", ".txt"),
