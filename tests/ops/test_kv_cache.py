@@ -43,7 +43,9 @@ def test_truncation_reordering_and_reset_leave_the_right_rows():
     cache.append(rows, -rows, counts=torch.tensor([6, 5]))
     cache.truncate(4)
     assert cache.lengths.tolist() == [4, 4] and cache.longest == 4
+    held = cache.lengths
     cache.reorder(torch.tensor([1, 1]))
+    assert cache.lengths is held, "what a captured step reads"
     assert torch.equal(cache.keys[0, :4, 0], rows[1, 0, :4]) and torch.equal(cache.values[1, :4, 0], -rows[1, 0, :4])
     cache.reset()
     assert cache.longest == 0 and cache.lengths.tolist() == [0, 0]

@@ -121,7 +121,8 @@ class KVCache:
         # bound.
         self.keys[:, filled] = self.keys[sequences, filled]
         self.values[:, filled] = self.values[sequences, filled]
-        self.lengths = self.lengths[sequences]
+        # into the same memory: a captured step reads the lengths where they were when it was captured
+        self.lengths.copy_(self.lengths[sequences])
 
     def reset(self) -> None:
         """Empty the cache; nothing is freed or cleared."""
