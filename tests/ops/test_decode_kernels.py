@@ -184,6 +184,36 @@ def test_tokens_and_sequence_state(kernel_device, temperature, columns, dtype):
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_nan_names_a_token_that_there_is(kernel_device, temperature):
+    """The next step reads its embedding: an index of no column would be an address anywhere."""
+    batch, inputs, columns, tile = 3, 40, 192, fused_linear.DecodeTile(32, 32)  # no tile has columns past the end
+    x = drawn(kernel_device, torch.float32, batch, inputs)
+    weight = drawn(kernel_device, torch.float32, columns, inputs)
+    x[1] = float("nan")
+    norm = torch.ones(inputs, device=kernel_device)
+    number = torch.arange(batch, device=kernel_device)
+    state = tokens.SequenceState(
+        token=torch.zeros_like(number),
+        made=number.clone(),
+        limits=torch.full_like(number, 9),
+        done=number < 0,
+        ended=number < 0,
+        lengths=number + 1,
+        answers=torch.zeros(batch, 4, dtype=torch.int64, device=kernel_device),
+        log_probs=torch.zeros(batch, 4, dtype=torch.float64, device=kernel_device),
+        column=torch.tensor([2], device=kernel_device),
+        ends=torch.tensor([191], device=kernel_device),
+        pad=7,
+    )
+    found = tokens.TileScores.allocate(batch, columns, tile, kernel_device)
+    draw = tokens.Draw(number + 5, number, temperature, columns)
+    tokens.score_tokens(stream_of(x, norm, torch.float32), 1e-5, weight, draw, found, tile)
+    tokens.finish_tokens(found, state)
+    assert (state.token >= 0).all() and (state.token < columns).all()
+    assert state.log_probs[1, 1].isnan() and not state.log_probs[0, 1].isnan()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_fit_every_family(family, hardware):
     facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)

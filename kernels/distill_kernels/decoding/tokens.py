@@ -227,6 +227,8 @@ def _finish_kernel(
     # Of equal scores the lowest column over all tiles, as within one: the argmax of the whole row.
     best = tl.max(score, 0)
     token = tl.min(tl.where(score == best, index, 2147483647), 0)
+    # No score equals a NaN. A row of nothing else has no best token, and the next step reads the embedding of this one.
+    token = tl.where(token == 2147483647, 0, token)
     z = tl.max(tl.where(index == token, tl.load(found_ptr + plane + at, mask=held, other=0.0), -float("inf")), 0)
     high = tl.load(found_ptr + 2 * plane + at, mask=held, other=-float("inf"))
     total = tl.load(found_ptr + 3 * plane + at, mask=held, other=0.0)

@@ -99,8 +99,9 @@ def normaliser(shift_ptr, total_ptr, tiles, inverse_t, TILES: tl.constexpr):
     total = tl.load(total_ptr + tile, mask=tile < tiles, other=0.0)
     shift = tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)
     # A tile whose logits are all -inf has total 0 and a shift of 0 that is no logit: it must not win the maximum.
-    maximum = tl.max(tl.where(total > 0.0, shift, -float("inf")), 0)
-    parts = tl.where(total > 0.0, total * tl.exp((shift - maximum) * inverse_t), 0.0)
+    # Compared with 0, not by its sign: a tile with a NaN logit has a NaN total, which belongs to the sum.
+    maximum = tl.max(tl.where(total == 0.0, -float("inf"), shift), 0)
+    parts = tl.where(total == 0.0, 0.0, total * tl.exp((shift - maximum) * inverse_t))
     return maximum, maximum * inverse_t + tl.log(tl.sum(parts, 0))
 
 

@@ -40,8 +40,9 @@ if HAS_TRITON:
 def _ordered(z):
     """Return int32 that order as the fp32 `z` do."""
     # Floats of one sign order as their bits; of negative ones all but the sign is turned over, since larger bits mean
-    # less.
-    bits = z.to(tl.int32, bitcast=True)
+    # less. A NaN's bits lie beyond those of both infinities, where fewer than K tokens would be found, and places of
+    # the K stay unset: it counts as -inf, of which every column is a candidate. The normaliser makes the loss NaN.
+    bits = tl.where(z == z, z, -float("inf")).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
