@@ -368,12 +368,50 @@ def made_once(tmp_path_factory):
     return folder_of
 
 
+@pytest.fixture(scope="session")
+def placed(tmp_path_factory):
+    """`placed(**settings)`: a folder of what `save_models` makes of them, in which the commands `run` were run.
+
+    It is made once a process for equal settings, whichever files ask for it; to be read.
+    """
+    made = {}
+
+    def folder_of(run=(), **settings) -> Path:
+        from tiny import save_models
+
+        key = repr((run, settings))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("place")
+            save_models(folder, **settings)
+            with contextlib.chdir(folder):
+                for command in run:
+                    from distill.cli import run_command
+
+                    assert run_command(command.split()) == 0, command
+            made[key] = folder
+        return made[key]
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def given(request, placed):
+    """A folder with the models and files that the file's mark `place` names; to be read."""
+    return placed(**request.node.get_closest_marker("place").kwargs | {"run": ()})
+
+
+@pytest.fixture(scope="module")
+def finished(request, placed):
+    """A folder with the same, in which the mark's commands `run` were run; to be read."""
+    return placed(**request.node.get_closest_marker("place").kwargs)
+
+
 @pytest.fixture
-def workplace(request, tmp_path, monkeypatch):
-    """A copy of what the file's fixture `finished` made, to be spoiled; the working directory."""
-    folder = shutil.copytree(request.getfixturevalue("finished"), tmp_path / "copy")
-    monkeypatch.chdir(folder)
-    return folder
+def workplace(finished, tmp_path, monkeypatch):
+    """A copy of `finished`, to be spoiled; the working directory."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,12 +40,18 @@ class Block(NamedTuple):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
+@functools.cache
+def _tokens(page: Path) -> list[Token]:
+    """The blocks of a page, whose sentences are not taken apart: that takes three quarters of the time."""
+    return MarkdownIt().disable("inline").parse(page.read_text(encoding="utf-8"))
+
+
 def blocks(*languages: str) -> list[Block]:
     """All blocks of these languages, in order."""
     found = []
     for page in PAGES:
         above = ""
-        for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
+        for token in _tokens(page):
             if token.type == "fence" and token.info.split(" ")[0] in languages:
                 excuse = NOT_RUN.search(above)
                 line = token.map[0] + 1 if token.map else 0

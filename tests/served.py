@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.models.head import last_hidden
 from distill.recipe import parse
@@ -29,12 +29,9 @@ def post(url, query, path="/v1/targets", **options):
 
 def write_models(folder: Path, **of_teacher) -> Path:
     """A teacher, a student and some text."""
-    tokenizer = tiny_tokenizer()
-    of_teacher = {"layers": 3, "hidden": 64, "seed": 1} | of_teacher
-    save_tiny(folder / "teacher", tiny_model(tokenizer, **of_teacher), tokenizer)
-    save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
     lines = (f"The teacher explains line {n}; {'so ' * (n % 7)}and the student listens." for n in range(60))
-    (folder / "text.txt").write_text("\n".join(lines))
+    teacher = {"layers": 3, "hidden": 64, "seed": 1} | of_teacher
+    save_models(folder, text="\n".join(lines), teacher=teacher, student={"seed": 2})
     return folder
 
 

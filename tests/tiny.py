@@ -7,6 +7,9 @@ save_tiny(tmp_path / "teacher", teacher, tokenizer)      # AutoModelForCausalLM.
 
 from __future__ import annotations
 
+import functools
+import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -129,16 +132,36 @@ def save_tiny(
     return Path(folder)
 
 
+@functools.cache
+def _tiny_files(settings: str) -> dict[str, bytes]:
+    """What `save_tiny` writes for these settings, made once a process: a model takes 16 ms to make and save."""
+    of_model = json.loads(settings)
+    tokenizer = tiny_tokenizer(of_model.pop("tokens"))
+    model = tiny_model(tokenizer, **of_model)
+    with tempfile.TemporaryDirectory() as folder:
+        save_tiny(Path(folder), model, tokenizer)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
 def save_models(
-    folder: Path, *, text: str | None = None, tokens: int | None = None, **models: dict
+    folder: Path,
+    *,
+    text: str | None = None,
+    tokens: int = 259,
+    files: dict[str, str | list] | None = None,
+    **models: dict,
 ) -> PreTrainedTokenizerFast:
     """Save models of one tokenizer, each by its name with its settings of `tiny_model`; `text` goes into text.txt.
 
-    A tokenizer of more than 259 `tokens` has merges, without which llama.cpp reads none.
+    `files` are texts by their names, or rows, which become lines of JSON. A tokenizer of more than 259 `tokens` has
+    merges, without which llama.cpp reads none; a model's own setting `tokens` gives it another tokenizer.
     """
-    tokenizer = tiny_tokenizer() if tokens is None else tiny_tokenizer(tokens)
     for name, settings in models.items():
-        save_tiny(folder / name, tiny_model(tokenizer, **settings), tokenizer)
-    if text is not None:
-        (folder / "text.txt").write_text(text)
-    return tokenizer
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        settings = {"tokens": tokens} | settings
+        for file, content in _tiny_files(json.dumps(settings)).items():
+            (folder / name / file).write_bytes(content)
+    for file, content in (({} if text is None else {"text.txt": text}) | (files or {})).items():
+        rows = isinstance(content, list)
+        (folder / file).write_text("\n".join(map(json.dumps, content)) if rows else content)
+    return tiny_tokenizer(tokens)

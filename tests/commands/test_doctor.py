@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from distill_kernels.quantisation.formats import reference_fake_quantise
-from tiny import save_models
 
 from distill.cli import run_command
 from distill.data.packing import Documents
@@ -40,12 +39,7 @@ train: {steps: 6, batch_size: 2, device: cpu}
 """
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, text=TEXT, teacher={"layers": 4, "seed": 1})
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    return tmp_path
+pytestmark = pytest.mark.place(text=TEXT, files={"r.yaml": RECIPE}, teacher={"layers": 4, "seed": 1})
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distill_kernels import launch
 from distill_kernels.launch import FAMILIES, INTERPRETER, OLDER, UNKNOWN, device_facts, family_of
-from tiny import save_models, tiny_model
+from tiny import tiny_model
 
 from distill.cli import run_command
 from distill.core.units import GIB
@@ -208,12 +208,7 @@ train: {steps: 1, batch_size: 2}
 """
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, teacher={})
-    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))
-    return tmp_path
+pytestmark = pytest.mark.place(text="\n".join(f"line {i} of some text to learn" for i in range(100)), teacher={})
 
 
 @pytest.mark.parametrize("capability, family", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((7, 5), OLDER)])

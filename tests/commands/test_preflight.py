@@ -9,7 +9,7 @@ from distill_kernels import FusedKLLoss, FusedTopKKLLoss
 from distill_kernels.launch import device_facts
 from distill_kernels.losses import fused
 from helpers import realistic_heads
-from tiny import save_models, save_tiny, tiny_config, tiny_model, tiny_tokenizer
+from tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
@@ -346,17 +346,16 @@ def test_a_cached_teacher_takes_what_is_stored_of_it(states):
 # ---------------------------------------------------------------- the command
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, teacher={"layers": 4})
-    save_tiny(tmp_path / "other", tiny_model(vocab_size=270), tiny_tokenizer(270))
-    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))
-    (tmp_path / "mine.yaml").write_text(
-        "{teacher: {model: teacher}, student: {from_teacher: {layers: 2}}, data: {source: text.txt, max_length: 32, "
-        "cache: false}, train: {epochs: 2, batch_size: 2}}"
-    )
-    return tmp_path
+MINE = (
+    "{teacher: {model: teacher}, student: {from_teacher: {layers: 2}}, data: {source: text.txt, max_length: 32, "
+    "cache: false}, train: {epochs: 2, batch_size: 2}}"
+)
+pytestmark = pytest.mark.place(
+    text="\n".join(f"line {i} of some text to learn" for i in range(100)),
+    files={"mine.yaml": MINE},
+    teacher={"layers": 4},
+    other={"tokens": 270},
+)
 
 
 def test_check_prints_a_plan_and_succeeds(workplace, capsys):

@@ -32,7 +32,8 @@ def test_acceptance_is_that_of_the_distributions():
     assert 0.05 < predicted.value < 0.95
     assert abs(accepted.value - predicted.value) < 0.1 and accepted.low < predicted.value < accepted.high
     assert found["tokens_per_forward"].value == pytest.approx(1 + accepted.value, abs=0.05)
-    assert found == measure_acceptance(student, teacher, PROMPTS, count=60)
+    again = [measure_acceptance(student, teacher, PROMPTS, count=6) for _ in range(2)]
+    assert again[0] == again[1]
 
 
 @pytest.mark.full

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import save_models, tiny_tokenizer
+from tiny import tiny_tokenizer
 
 from distill.data.chat import load_template
 from distill.data.collator import Collator
@@ -24,23 +24,18 @@ RECIPE = (
 QUESTIONS = [f"Say {number}?" for number in range(12)]
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
-    chats = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Never used."}]}
-        for text in QUESTIONS
-    ]
-    rows = {
-        "prompts.jsonl": [{"prompt": text} for text in QUESTIONS],
-        "questions.jsonl": [{"question": text, "id": number} for number, text in enumerate(QUESTIONS)],
-        "chats.jsonl": chats,
-        "held-out.jsonl": [{"prompt": f"Say it {n}?", "completion": f"It is {n}."} for n in range(4)],
-    }
-    for name, each in rows.items():
-        (tmp_path / name).write_text("\n".join(map(json.dumps, each)))
-    (tmp_path / "lines.txt").write_text("\n".join(QUESTIONS) + "\n\n")
-    monkeypatch.chdir(tmp_path)
+CHATS = [
+    {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Never used."}]}
+    for text in QUESTIONS
+]
+FILES = {
+    "prompts.jsonl": [{"prompt": text} for text in QUESTIONS],
+    "questions.jsonl": [{"question": text, "id": number} for number, text in enumerate(QUESTIONS)],
+    "chats.jsonl": CHATS,
+    "held-out.jsonl": [{"prompt": f"Say it {n}?", "completion": f"It is {n}."} for n in range(4)],
+    "lines.txt": "\n".join(QUESTIONS) + "\n\n",
+}
+pytestmark = pytest.mark.place(files=FILES, student={"seed": 0}, teacher={"seed": 1})
 
 
 def prompts_of(recipe, tokenizer):

@@ -1,7 +1,5 @@
 """Every assistant turn of a logged chat answered anew (`data.on_policy.turns: all`): shared prefixes, rows, runs."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -182,12 +180,9 @@ RECIPE = (
 )
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
-    (tmp_path / "t.jinja").write_text(TEMPLATE)
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat(n)) for n in range(20)))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.place(
+    files={"t.jinja": TEMPLATE, "chats.jsonl": [chat(n) for n in range(20)]}, student={"seed": 0}, teacher={"seed": 1}
+)
 
 
 def test_every_turn_is_a_place_to_answer(workplace):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import relative_error
-from tiny import save_models, tiny_model
+from tiny import tiny_model
 
 from distill import cli
 from distill.objectives.plugin import Plugin, allowed_plugin, load_plugin
@@ -142,13 +142,12 @@ generate: {prompts: []}
 """
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch, plugin):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
-    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(60)))
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(f"The teacher explains line {i} once more." for i in range(60)),
+    files={"r.yaml": RECIPE, "mine.py": PLUGIN},
+    teacher={"layers": 3, "seed": 1},
+    student={"seed": 2},
+)
 
 
 def test_a_run_with_a_plugin_equals_one_with_our_term(workplace, capsys):

@@ -1,6 +1,5 @@
 """loss.schedule: settings of the loss that follow the optimizer step, the same after a stop."""
 
-import json
 import math
 import shutil
 from dataclasses import FrozenInstanceError
@@ -8,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from subjects import one
-from tiny import save_models, tiny_model
+from tiny import tiny_model
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from transformers import TrainingArguments
 
@@ -34,13 +33,8 @@ RAMPS = (
 )
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
-    rows = [{"prompt": f"Say {n}?", "completion": f"It is {'so ' * (n % 5)}{n}."} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return tmp_path
+ROWS = [{"prompt": f"Say {n}?", "completion": f"It is {'so ' * (n % 5)}{n}."} for n in range(40)]
+pytestmark = pytest.mark.place(files={"rows.jsonl": ROWS}, student={"seed": 0}, teacher={"seed": 1})
 
 
 def recipe_of(schedule=RAMPS, terms=TERMS):
@@ -76,14 +70,14 @@ def test_the_recipe_shows_what_ever_takes_part():
     assert [(term.type, term.weight) for term in plain.loss.terms] == [("forward_kl", 1.0), ("cross_entropy", 1.0)]
 
 
-def test_each_step_has_the_loss_of_its_number(here):
+def test_each_step_has_the_loss_of_its_number(workplace):
     """Gradients of each step are those of an unscheduled loss with that step's numbers, to the bit."""
     rows = [{"input_ids": list(range(5 + n, 30 + n)), "labels": list(range(5 + n, 30 + n))} for n in range(8)]
     section = recipe_of().loss
     student, teacher = tiny_model(seed=0), tiny_model(seed=1)
     seen = []
     args = TrainingArguments(
-        str(here / "out"),
+        str(workplace / "out"),
         max_steps=8,
         per_device_train_batch_size=2,
         learning_rate=0.0,
@@ -115,8 +109,8 @@ def test_each_step_has_the_loss_of_its_number(here):
     assert len({batch["loss"].item() for batch in seen}) == 8
 
 
-def test_schedule_is_logged_and_resumes_bit_identically(here):
-    (here / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
+def test_schedule_is_logged_and_resumes_bit_identically(workplace):
+    (workplace / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
     whole, half = run(load("r.yaml"), name="whole"), run(load("r.yaml"), name="half")
     rows = read_metrics(whole.folder / "metrics.jsonl")
     assert [row["terms.0.weight"] for row in rows] == [1, 1, 1, 0.75, 0.5, 0.25, 0, 0]
@@ -134,7 +128,7 @@ def test_schedule_is_logged_and_resumes_bit_identically(here):
         run(load("r.yaml", changed), name="half", resume=True)
 
 
-def test_figures_do_not_follow_the_weight(here):
+def test_figures_do_not_follow_the_weight(workplace):
     """A divergence in the log is its mean, whatever its weight is then; and only over steps that had one."""
     text = BASE.replace("learning_rate: 1e-2", "learning_rate: 1e-12").replace("log_every: 1", "log_every: 4")
     text = text.replace("steps: 8", "steps: 8, batch_size: 40").replace("save_every: 4, ", "")

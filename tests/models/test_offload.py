@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_run import recipe, workplace  # noqa: F401  (a fixture)
+from test_run import PLACE, recipe
 from test_trainer import arguments, history, rows, weights
 from tiny import save_tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,8 @@ from distill.recipe import LocalTeacherConfig, RecipeError, Student
 from distill.run import run
 from distill.training.error_translation import out_of_memory
 from distill.training.trainer import DistillationTrainer
+
+pytestmark = PLACE
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
@@ -259,7 +261,7 @@ def test_training_against_it_is_the_same_bit_for_bit(tmp_path, lora):
     assert all(torch.equal(value, after[1][0][name]) for name, value in after[0][0].items())
 
 
-def test_an_offloaded_run_logs_it_and_gives_the_same_result(workplace, capsys):  # noqa: F811
+def test_an_offloaded_run_logs_it_and_gives_the_same_result(workplace, capsys):
     plain = run(recipe(), name="plain")
     assert "offload" not in capsys.readouterr().out
     offloaded = run(recipe("teacher.offload=cpu"), name="offloaded")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import save_models, tiny_model
+from tiny import tiny_model
 from torch import nn
 from transformers import AutoConfig
 
@@ -25,12 +25,9 @@ generate: {prompts: []}
 """
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, text="\n".join(LINES), teacher={"layers": 8, "seed": 1, "hidden": 64})
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(LINES), files={"tiny.yaml": RECIPE}, teacher={"layers": 8, "seed": 1, "hidden": 64}
+)
 
 
 @pytest.mark.plain("llama-0.8", "gemma2-0.8", "qwen3-0.5")
@@ -68,7 +65,7 @@ def test_the_divergence_is_that_of_all_logits():
     assert found == pytest.approx(float(expected.sum(-1).mean()), rel=1e-4)
 
 
-def test_the_best_shape_is_written_and_runs(place, capsys):
+def test_the_best_shape_is_written_and_runs(workplace, capsys):
     assert run_command(["prune", "tiny.yaml", "--to", "0.6", "--output", "small.yaml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best = min(found, key=lambda each: each["kl"])
@@ -87,10 +84,10 @@ def test_the_best_shape_is_written_and_runs(place, capsys):
     assert "--output: expected a file in an existing folder, but no does not exist" in capsys.readouterr().err
 
 
-def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watch):
+def test_a_share_of_the_time_is_measured(workplace, capsys, monkeypatch, limit, watch):
     """The clock is the machine's; here a forward takes as many seconds as there are layers."""
     limit.setattr(prune_candidates, "PROPORTIONS", {"depth": {"layers": 1.0}})
-    monkeypatch.setenv("DISTILL_CACHE", str(place / "cache"))
+    monkeypatch.setenv("DISTILL_CACHE", str(workplace / "cache"))
     clock, power = [0.0], 1
     called = nn.Module.__call__
 
@@ -110,7 +107,7 @@ def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watc
     assert run_command(command) == 0
     assert json.loads(capsys.readouterr().out) == [found]
     power = 1
-    (place / "tiny.yaml").write_text(RECIPE.replace("max_length: 32", "max_length: 16"))
+    (workplace / "tiny.yaml").write_text(RECIPE.replace("max_length: 32", "max_length: 16"))
     with pytest.raises(TypeError, match="NoneType"), monkeypatch.context() as patch:
         patch.setenv("DISTILL_TRACE", "1")
         run_command(command)  # other rows: chosen anew
@@ -124,7 +121,7 @@ def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watc
         (["teacher={type: cache, path: stored}"], "teacher: expected one model to prune; name it by teacher.model"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(place, capsys, arguments, said):
+def test_what_cannot_be_is_told_in_a_line(workplace, capsys, arguments, said):
     assert run_command(["prune", "tiny.yaml", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error

@@ -9,8 +9,8 @@ import json
 
 import pytest
 import torch
+from test_run import PLACE
 from test_run import recipe as run_recipe
-from test_run import workplace  # noqa: F401  (a fixture)
 from test_trainer import arguments, rows
 from tiny import save_tiny, tiny_model
 from torch import nn
@@ -31,6 +31,8 @@ from distill.recipe import LocalTeacherConfig, RecipeError, Student, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
 from distill.training.trainer import DistillationTrainer
+
+pytestmark = PLACE
 
 BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -100,7 +102,7 @@ def test_loss_of_a_quantised_teacher_equals_that_of_its_logits(folder, tmp_path)
     assert ours == pytest.approx(each[batch["labels"][0, 1:] != -100].mean().item(), rel=1e-4)
 
 
-def test_a_whole_run_with_it(workplace, capsys):  # noqa: F811
+def test_a_whole_run_with_it(workplace, capsys):
     saved(workplace / "bitnet", BITNET | {"modules_to_not_convert": ["lm_head"]})
     result = run(run_recipe("teacher.model=bitnet", "student={model: student}"))
     assert result.after.forward_kl < result.before.forward_kl
@@ -196,7 +198,7 @@ def test_a_method_whose_package_is_missing_is_named(tmp_path):
         load_teacher(LocalTeacherConfig(model=saved(tmp_path / "gptq", GPTQ)))
 
 
-def test_the_doctor_refuses_it(workplace):  # noqa: F811
+def test_the_doctor_refuses_it(workplace):
     saved(workplace / "bitnet", BITNET | {"modules_to_not_convert": ["lm_head"]})
     with pytest.raises(ValueError, match=r"teacher\.model: expected a model in floating point"):
         prepare(run_recipe("teacher.model=bitnet", "student={model: student}"))
@@ -283,7 +285,7 @@ def test_check_counts_one_byte_a_weight_but_head_and_embedding():
         ({"quant_method": "something new"}, None),
     ],
 )
-def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):  # noqa: F811
+def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):
     assert stored_bits(config) == bits
     saved(workplace / "few", config)
     report = check_run(
@@ -295,7 +297,7 @@ def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):  # 
     assert report.memory.parts["teacher"] == 2 * shape.parameters - saved_bytes
 
 
-def test_check_reports_quantised_models_that_cannot_be_used(workplace):  # noqa: F811
+def test_check_reports_quantised_models_that_cannot_be_used(workplace):
     saved(workplace / "few", GPTQ)
     for overrides, message in (
         (["teacher.model=few"], "student.from_teacher: the teacher is quantised (gptq)"),

@@ -108,15 +108,18 @@ generate: {{prompts: []}}
 """
 
 
+TEACHER = {"tokens": 300, "vocab_size": 320, "hidden": 64, "seed": 1}
+pytestmark = pytest.mark.place(
+    files={"rows.jsonl": [{"text": f"{TEXT * 3}{number}"} for number in range(120)]},
+    teacher=TEACHER,
+    student=TEACHER | {"seed": 2},
+)
+
+
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def workplace(workplace, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    tokenizer = tiny_tokenizer(300)
-    for name, seed in (("teacher", 1), ("student", 2)):
-        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed, hidden=64, vocab_size=320), tokenizer)
-    rows = [json.dumps({"text": f"{TEXT * 3}{number}"}) for number in range(120)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    return workplace
 
 
 def train(format, *settings):

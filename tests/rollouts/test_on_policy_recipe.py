@@ -1,11 +1,10 @@
 """A recipe's on-policy section: a run, refusals before weights are read, planned memory."""
 
-import json
 from pathlib import Path
 
 import pytest
 from test_on_policy import RECIPE
-from tiny import save_models, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 from distill.data.chat import load_template
 from distill.data.report import DataReport
@@ -13,14 +12,11 @@ from distill.generation.from_recipe import rollouts_from_recipe
 from distill.recipe import RecipeError, parse
 from distill.training.progress import read_metrics
 
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
-    lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    files={"pairs.jsonl": [{"prompt": f"Question {n}?", "completion": f"It is {n * n}."} for n in range(60)]},
+    teacher={"layers": 3, "seed": 1},
+    student={"seed": 2},
+)
 
 
 def test_a_run_with_the_recipes_section(workplace):

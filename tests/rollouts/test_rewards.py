@@ -1,6 +1,5 @@
 """Rewards beside the teacher: advantages within a group, the rows that functions are given, safe calls, whole runs."""
 
-import json
 import shutil
 import statistics
 import sys
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from subjects import answering, routed_answering
 from test_on_policy import COLLATE, packed, pairs, same_run
 from test_trainer import arguments, weights
-from tiny import save_models, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.commands.arguments import plugin_override
@@ -288,17 +287,17 @@ generate: {prompts: []}
 """
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
-    lines = [
-        json.dumps({"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}.", "id": n, "letters": "aeiou"})
-        for n in range(40)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    (tmp_path / "mine.py").write_text(FILE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    files={
+        "pairs.jsonl": [
+            {"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}.", "id": n, "letters": "aeiou"}
+            for n in range(40)
+        ],
+        "mine.py": FILE,
+    },
+    teacher={"layers": 3, "seed": 1},
+    student={"seed": 2},
+)
 
 
 def recipe_of(*overrides):

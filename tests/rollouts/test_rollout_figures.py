@@ -1,10 +1,7 @@
 """Rollout metrics of on-policy runs, in log lines and plots."""
 
-import json
-
 import pytest
 import torch
-from tiny import save_models
 
 from distill.generation import sequence_slots
 from distill.models.head import HeadWeights, LogitTransform
@@ -22,12 +19,10 @@ RECIPE = (
 )
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1}, other={"seed": 2})
-    rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}.", "domain": ("even", "odd")[n % 2]} for n in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.chdir(tmp_path)
+PAIRS = [{"prompt": f"Say {n}?", "completion": f"It is {n}.", "domain": ("even", "odd")[n % 2]} for n in range(40)]
+pytestmark = pytest.mark.place(
+    files={"pairs.jsonl": PAIRS}, student={"seed": 0}, teacher={"seed": 1}, other={"seed": 2}
+)
 
 
 def rows_of(*overrides):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny import save_models, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.data.chat import load_template
@@ -25,13 +25,11 @@ train: {steps: 1, device: cpu}
 QUESTIONS = [f"What is {n} plus {n}?" for n in range(7)]
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (tmp_path / "questions.txt").write_text("\n".join(QUESTIONS) + "\n\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    files={"recipe.yaml": RECIPE, "questions.txt": "\n".join(QUESTIONS) + "\n\n"},
+    teacher={"layers": 3, "seed": 1},
+    student={"seed": 2},
+)
 
 
 def run(workplace, **more):

@@ -10,13 +10,15 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
-from test_run import recipe, workplace  # noqa: F401
+from test_run import PLACE, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.cli import run_command
 from distill.core.manifest import file_checksums
 from distill.recipe import parse
 from distill.run import run
+
+pytestmark = PLACE
 
 LORA = ("student={model: student, lora: {r: 4, head: true, save: %s}}", "train.learning_rate=2e-2")
 
@@ -35,7 +37,7 @@ def figures(out):
     return {name: interval["value"] for name, interval in json.loads(out)["figures"].items()}
 
 
-def test_every_command_takes_an_adapter_as_it_takes_a_merged_student(workplace, capsys, monkeypatch):  # noqa: F811
+def test_every_command_takes_an_adapter_as_it_takes_a_merged_student(workplace, capsys, monkeypatch):
     both, alone = trained("both"), trained("adapter")
     names = {path.name for path in (alone / "student").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= names
@@ -98,7 +100,7 @@ def test_every_command_takes_an_adapter_as_it_takes_a_merged_student(workplace, 
     assert f"{workplace / 'student'} does not exist" in error and error.count("\n") == 1
 
 
-def test_a_run_goes_on_with_either_and_what_it_was_saved_as_may_change(workplace):  # noqa: F811
+def test_a_run_goes_on_with_either_and_what_it_was_saved_as_may_change(workplace):
     trained("adapter", "train.save_every=2", "train.steps=4", "train.schedule=constant")
     folder = Path("runs/adapter")
     whole = load_file(folder / "student/adapter_model.safetensors")

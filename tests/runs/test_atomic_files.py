@@ -3,12 +3,11 @@
 import os
 import random
 import stat
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from forked import PIPE, Forked, clean_environment
 from safetensors.torch import load_file, save_file
 
 from distill.core.files import atomic_folder, atomic_path, write_text
@@ -73,14 +72,18 @@ for value in itertools.count():
 """
 
 
+def writes(code, path, **streams):
+    return Forked(["-c", code, path], cwd=path.parent, env=clean_environment(), **streams)
+
+
 @pytest.mark.full
 def test_a_writer_that_is_killed_leaves_a_whole_file_and_what_the_next_one_removes(tmp_path):
     """Killed at twelve moments, drawn with a seed: the file is one that was written, to the bit."""
     moments, path = random.Random(7), tmp_path / "store" / "w.safetensors"
     path.parent.mkdir()
     for _ in range(12):
-        writer = subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(path)], stdout=subprocess.PIPE)
-        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        writer = writes(WRITE_FOR_EVER, path, stdout=PIPE)
+        assert writer.stdout.readline() == "ready\n"
         time.sleep(moments.uniform(0.002, 0.06))
         writer.kill()
         writer.wait()
@@ -96,6 +99,6 @@ def test_two_processes_write_one_path_at_once(tmp_path):
     """No writer deletes the other's file before it has its name."""
     code = WRITE_FOR_EVER.replace("itertools.count()", "range(150)")
     path = tmp_path / "w.safetensors"
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(path)]) for _ in range(2)]
+    writers = [writes(code, path) for _ in range(2)]
     assert [writer.wait() for writer in writers] == [0, 0]
     assert (load_file(path)["a"] == 149).all() and os.listdir(tmp_path) == [path.name]

@@ -23,14 +23,7 @@ generate: {prompts: []}
 WORST = "train.arguments.greater_is_better=true"
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    from tiny import save_tiny, tiny_model, tiny_tokenizer
-
-    for name, settings in {"teacher": {"layers": 3, "seed": 1}, "student": {"seed": 2}}.items():
-        save_tiny(tmp_path / name, tiny_model(hidden=64, **settings), tiny_tokenizer())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(teacher={"hidden": 64, "layers": 3, "seed": 1}, student={"hidden": 64, "seed": 2})
 
 
 def best_of(folder):
@@ -42,17 +35,17 @@ def best_of(folder):
 
 
 @pytest.mark.parametrize("more", [[], ["student.lora.r=4", WORST]], ids=["full", "lora"])
-def test_a_quantised_student_is_that_of_the_best_checkpoint(here, more):
+def test_a_quantised_student_is_that_of_the_best_checkpoint(workplace, more):
     result = run(parse(RECIPE, more, name="best"))
     best = best_of(result.folder)
     assert run_command(["export", str(best), "-o", "of-checkpoint"]) == 0
     assert run_command(["export", str(result.folder), "-o", "of-run"]) == 0
     for file in ("model.safetensors", "quantised_scales.safetensors"):
-        ours, theirs = (load_file(here / name / file) for name in ("of-run", "of-checkpoint"))
+        ours, theirs = (load_file(workplace / name / file) for name in ("of-run", "of-checkpoint"))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
 
 
-def test_projections_of_layers_are_those_of_the_best_checkpoint(here, watch):
+def test_projections_of_layers_are_those_of_the_best_checkpoint(workplace, watch):
     from distill.objectives import layer_matching
 
     seen, restore = [], layer_matching.LayerMatching.restore

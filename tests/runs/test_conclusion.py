@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_trainer import rows, trainer
-from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 
 from distill import run_results
@@ -24,14 +24,12 @@ generate: {prompts: []}
 """
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A recipe of a teacher and a student in folders of their own."""
-    text = "\n".join(f"The teacher explains line {number} and the student listens to it." for number in range(40))
-    save_models(tmp_path, text=text, teacher={"seed": 1}, student={"layers": 1, "seed": 2})
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(f"The teacher explains line {number} and the student listens to it." for number in range(40)),
+    files={"r.yaml": RECIPE},
+    teacher={"seed": 1},
+    student={"layers": 1, "seed": 2},
+)
 
 
 def contradict(folder):
@@ -42,8 +40,8 @@ def contradict(folder):
 # ------------------------------------------------------------------------------------------------ saving, tried first
 
 
-def test_a_generation_config_that_contradicts_itself_is_mended_with_a_line(place, capsys):
-    contradict(place / "student")
+def test_a_generation_config_that_contradicts_itself_is_mended_with_a_line(workplace, capsys):
+    contradict(workplace / "student")
     assert run_command(["run", "r.yaml", "train.save_every=1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
@@ -51,16 +49,16 @@ def test_a_generation_config_that_contradicts_itself_is_mended_with_a_line(place
         in said
     )
     for folder in ("student", "checkpoint-1", "checkpoint-2"):
-        config = GenerationConfig.from_pretrained(place / "runs/r" / folder)
+        config = GenerationConfig.from_pretrained(workplace / "runs/r" / folder)
         config.validate(strict=True)
         assert config.eos_token_id == 0 and not config.do_sample
-    assert json.loads((place / "student/generation_config.json").read_text())["temperature"] == 0.6, "left as it is"
+    assert json.loads((workplace / "student/generation_config.json").read_text())["temperature"] == 0.6, "left as it is"
 
 
-def test_a_cut_student_is_mended_and_its_teacher_is_not_touched(place):
-    contradict(place / "teacher")
+def test_a_cut_student_is_mended_and_its_teacher_is_not_touched(workplace):
+    contradict(workplace / "teacher")
     assert run_command(["run", "r.yaml", "student={from_teacher: {layers: 1}}", "student.lora={r: 2}"]) == 0
-    GenerationConfig.from_pretrained(place / "runs/r/student").validate(strict=True)
+    GenerationConfig.from_pretrained(workplace / "runs/r/student").validate(strict=True)
 
 
 def test_a_generation_config_that_nothing_mends_is_refused():
@@ -108,7 +106,7 @@ def test_a_tokenizer_that_decodes_differently_is_reported():
 @pytest.mark.plain("False-held_out", "True-save_student")
 @pytest.mark.parametrize("stage", ["held_out", "save_student"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_weights_outlive_what_fails_after_the_last_step(place, fault, capsys, stage, lora):
+def test_weights_outlive_what_fails_after_the_last_step(workplace, fault, capsys, stage, lora):
     owner = RunResults if stage == "held_out" else run_results
     kept, calls = getattr(owner, stage), []
 
@@ -131,58 +129,59 @@ def test_weights_outlive_what_fails_after_the_last_step(place, fault, capsys, st
     assert run_command(["export", "runs/r", "-o", "none"]) == 2
     assert "or export the checkpoint runs/r/checkpoint-2" in capsys.readouterr().err
     assert run_command(["export", "runs/r/checkpoint-2", "-o", "exported"]) == 0
-    assert (place / "exported/recipe.yaml").is_file() and (place / "exported/tokenizer.json").is_file()
+    assert (workplace / "exported/recipe.yaml").is_file() and (workplace / "exported/tokenizer.json").is_file()
     assert run_command([*arguments, "--name", "r", "--resume"]) == 0
     assert run_command([*arguments, "--name", "whole"]) == 0
     ours, resumed, whole = (
-        load_file(place / name / "model.safetensors") for name in ("exported", "runs/r/student", "runs/whole/student")
+        load_file(workplace / name / "model.safetensors")
+        for name in ("exported", "runs/r/student", "runs/whole/student")
     )
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     assert all(torch.equal(ours[name], value) for name, value in whole.items())
 
 
-def test_an_adapter_to_a_cut_student_is_resumed_or_exported(place, fault, capsys):
+def test_an_adapter_to_a_cut_student_is_resumed_or_exported(workplace, fault, capsys):
     with fault.context() as fault:
         fault.setattr(run_results, "save_student", lambda *args: 1 / 0)
         assert run_command(["run", "r.yaml", "student={from_teacher: {layers: 1}}", "student.lora={r: 2}"]) == 1
     said = capsys.readouterr().err
     assert "runs/r/checkpoint-2: --resume continues from there, and distill export runs/r/checkpoint-2" in said
     assert run_command(["export", "runs/r/checkpoint-2", "-o", "exported"]) == 0
-    assert (place / "exported/model.safetensors").is_file()
+    assert (workplace / "exported/model.safetensors").is_file()
 
 
-def test_a_damaged_checkpoint_is_not_exported(place, capsys):
+def test_a_damaged_checkpoint_is_not_exported(workplace, capsys):
     assert run_command(["run", "r.yaml", "train.save_every=2"]) == 0
-    path = place / "runs/r/checkpoint-2/model.safetensors"
+    path = workplace / "runs/r/checkpoint-2/model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     assert run_command(["export", "runs/r/checkpoint-2", "-o", "out"]) == 2
     assert "runs/r/checkpoint-2: model.safetensors is damaged" in capsys.readouterr().err
-    assert not (place / "out").exists()
+    assert not (workplace / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------------ standing still
 
 
-def test_a_run_that_skipped_every_step_fails(place, capsys):
+def test_a_run_that_skipped_every_step_fails(workplace, capsys):
     """Only the training data hold the token whose embedding is not finite."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, tie=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[tokenizer("@").input_ids[0]] = math.nan
-    save_tiny(place / "student", model, tokenizer)
-    (place / "held.txt").write_text((place / "text.txt").read_text())
-    (place / "text.txt").write_text("To @ everyone who listens to the teacher @ all times.\n" * 40)
+    save_tiny(workplace / "student", model, tokenizer)
+    (workplace / "held.txt").write_text((workplace / "text.txt").read_text())
+    (workplace / "text.txt").write_text("To @ everyone who listens to the teacher @ all times.\n" * 40)
     assert run_command(["run", "r.yaml", "data.validation={source: held.txt, max_rows: 2}"]) == 2
     said = capsys.readouterr().err
     assert "train: no step was taken: loss or gradient was NaN or infinite in all 2 steps of the run" in said
-    assert not (place / "runs/r/student").exists() and not (place / "runs/r/result.json").exists()
+    assert not (workplace / "runs/r/student").exists() and not (workplace / "runs/r/result.json").exists()
 
 
-def test_one_step_learns_whatever_the_warm_up(place):
+def test_one_step_learns_whatever_the_warm_up(workplace):
     for warmup in (1, 4):
         assert run_command(["run", "r.yaml", "train.steps=1", f"train.warmup={warmup}", "--name", f"w{warmup}"]) == 0
         before, after = (
-            load_file(place / name / "model.safetensors") for name in ("student", f"runs/w{warmup}/student")
+            load_file(workplace / name / "model.safetensors") for name in ("student", f"runs/w{warmup}/student")
         )
         assert any(not torch.equal(after[name], value) for name, value in before.items())
 

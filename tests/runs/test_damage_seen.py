@@ -3,12 +3,10 @@
 import json
 import os
 import random
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_models
 
 from distill.cli import run_command
 from distill.core.manifest import with_checksum
@@ -31,24 +29,18 @@ SEED = 51
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(placed):
     """A finished run of two stages, a pruned student and a quantised one with an adapter, and the file it exports."""
-    folder = tmp_path_factory.mktemp("damage")
-    save_models(folder, tokens=420, text=TEXT, teacher={"layers": 4, "seed": 1, "hidden": 64})
-    (folder / "tiny.yaml").write_text(RECIPE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run_command(["run", "tiny.yaml"]) == 0
+    teacher = {"layers": 4, "seed": 1, "hidden": 64}
+    folder = placed(tokens=420, text=TEXT, files={"tiny.yaml": RECIPE}, teacher=teacher, run=["run tiny.yaml"])
     log = EnvironmentLog(folder / "runs/tiny", 0)
     log.add({f"{n:032x}": None if n % 3 == 0 else [{"role": "tool", "content": f"It is {n}."}] for n in range(6)})
     return folder
 
 
 @pytest.fixture
-def place(finished, tmp_path, monkeypatch):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs/tiny"
+def place(workplace):
+    return workplace / "runs/tiny"
 
 
 def flip(path, draw):

@@ -7,8 +7,8 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from test_run import PLACE
 from test_run import recipe as small
-from test_run import workplace  # noqa: F401  (a fixture)
 
 from distill.core.errors import RunError
 from distill.evaluation.evaluate import HeldOut, describe_reduction, relative_reduction
@@ -19,6 +19,8 @@ from distill.recipe.shipped import shipped_recipes
 from distill.recipe.unusual_values import unusual_settings
 from distill.run import run
 from distill.training.divergence_monitor import DivergenceMonitor
+
+pytestmark = PLACE
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 SCHEDULED = "loss={temperature: 2, schedule: [{setting: temperature, steps: [0, 2], values: [1, 3]}]}"
@@ -74,7 +76,7 @@ def test_a_resumed_run_counts_on():
 FAST = ("train.learning_rate=30", "train.max_grad_norm=0", "train.log_every=1", "train.steps=8")
 
 
-def test_a_diverging_run_warns_once_and_claims_nothing(workplace, caplog, capsys):  # noqa: F811
+def test_a_diverging_run_warns_once_and_claims_nothing(workplace, caplog, capsys):
     with caplog.at_level(logging.WARNING):
         result = run(small(*FAST))
     assert caplog.text.count("training diverges") == 1 and "lower train.learning_rate" in caplog.text
@@ -86,7 +88,7 @@ def test_a_diverging_run_warns_once_and_claims_nothing(workplace, caplog, capsys
     assert "worse than before training" in card
 
 
-def test_a_diverging_run_is_stopped_where_that_is_set(workplace):  # noqa: F811
+def test_a_diverging_run_is_stopped_where_that_is_set(workplace):
     with pytest.raises(RunError, match=r"^stopped at step \d: training has diverged: .*; lower train\.learning_rate"):
         run(small(*FAST, "train.on_divergence=stop"))
     rows = (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()
@@ -129,14 +131,14 @@ def test_shipped_recipes_are_within_what_is_in_use():
         assert unusual_settings(load(shipped.path)) == [], shipped.path
 
 
-def test_check_points_out_settings_and_refuses_reports_that_are_not_installed(workplace, monkeypatch):  # noqa: F811
+def test_check_points_out_settings_and_refuses_reports_that_are_not_installed(workplace, monkeypatch):
     report = check_run(small("train.learning_rate=0.5", "train.report_to=codecarbon"), find_device("cpu"))
     assert any("train.learning_rate: 0.5 is far outside" in note for note in report.notes)
     assert [problem for problem in report.problems if problem.startswith("train.report_to: codecarbon is not ins")]
     assert not report.ok
 
 
-def test_0_switches_checkpoints_and_evaluations_off(workplace):  # noqa: F811
+def test_0_switches_checkpoints_and_evaluations_off(workplace):
     train = small("train.save_every=0", "train.eval_every=0").train
     assert train.save_every is None and train.eval_every is None
     with pytest.raises(RecipeError, match=r"train\.save_every: expected a number at least 0, got -1"):

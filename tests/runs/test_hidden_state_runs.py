@@ -1,13 +1,11 @@
 """Runs whose loss compares layers: metrics, the saved student, resuming with the projection to the bit."""
 
-import contextlib
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_models
 from two_ranks import run_as_two
 
 from distill.cli import run_command
@@ -25,15 +23,13 @@ generate: {prompts: []}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished run with checkpoint-2 and checkpoint-4."""
-    folder = tmp_path_factory.mktemp("hidden")
-    save_models(folder, text=TEXT, teacher={"layers": 4, "hidden": 64, "seed": 1}, student={"layers": 2})
-    (folder / "r.yaml").write_text(RUN)
-    with contextlib.chdir(folder):
-        assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
-    return folder
+pytestmark = pytest.mark.place(
+    text=TEXT,
+    files={"r.yaml": RUN},
+    teacher={"layers": 4, "hidden": 64, "seed": 1},
+    student={"layers": 2},
+    run=["run r.yaml --name whole"],
+)
 
 
 def test_metrics_and_the_saved_student(finished):

@@ -15,7 +15,7 @@ import torch
 from forked import clean_environment
 from forked import run as run_forked
 from safetensors.torch import load_file, save_file
-from test_resume import RECIPE, figures, finished_run
+from test_resume import RECIPE, WHOLE, figures
 from transformers import PreTrainedModel
 
 from distill.cli import run_command
@@ -28,14 +28,9 @@ from distill.training.checkpoints import checkpoint_error
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run with checkpoint-2 and checkpoint-4, and a cache of its teacher."""
-    folder = finished_run(tmp_path_factory.mktemp("integrity"), RECIPE, tokens=260)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run_command(["cache", "r.yaml", "--top-k", "8", "--tail", "bucket", "--out", "said", "--json"]) == 0
-    return folder
+# a run with checkpoint-2 and checkpoint-4, and a cache of its teacher
+COMMANDS = [*WHOLE["run"], "cache r.yaml --top-k 8 --tail bucket --out said --json"]
+pytestmark = pytest.mark.place(**WHOLE | {"tokens": 260, "run": COMMANDS})
 
 
 def flip(path, where=0.5):

@@ -10,7 +10,6 @@ import time
 import pytest
 from forked import PIPE, Forked, clean_environment
 from forked import run as run_forked
-from tiny import save_models
 
 from distill import cli
 from distill.core import launch, ranks
@@ -52,12 +51,11 @@ def test_torchrun_runs_this_very_command():
     assert threads_per_process(4, 64) == 16 and threads_per_process(8, 2) == 1
 
 
-@pytest.fixture
-def workplace(tmp_path):
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1})
-    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(f"The teacher explains line {i} once more." for i in range(80)),
+    files={"tiny.yaml": RECIPE},
+    teacher={"layers": 3, "seed": 1},
+)
 
 
 def test_the_command_starts_itself(workplace, monkeypatch, torchrun):

@@ -3,7 +3,7 @@
 import datasets
 import pytest
 import torch
-from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
 from distill.core.diff_settings import diff_settings
@@ -20,11 +20,7 @@ ROW = {"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, text=TEXT, teacher={"layers": 3, "seed": 1})
-    return tmp_path
+pytestmark = pytest.mark.place(text=TEXT, teacher={"layers": 3, "seed": 1})
 
 
 def recipe(*overrides):

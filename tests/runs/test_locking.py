@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked import free_port
-from test_resume import RECIPE, finished_run
+from test_resume import RECIPE, WHOLE
 from torch.distributed import HashStore
 
 from distill import run as run_module
@@ -26,9 +26,7 @@ from distill.training.progress import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return finished_run(tmp_path_factory.mktemp("locking"), RECIPE)
+pytestmark = pytest.mark.place(**WHOLE)
 
 
 # ------------------------------------------------------------------ the lock

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
+from test_run import PLACE
 from test_run import recipe as small
-from test_run import workplace  # noqa: F401  (a fixture)
 from tiny import tiny_model
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -26,6 +26,8 @@ from distill.run import run
 from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.step_guard import norm_of
 from distill.training.trainer import DistillationTrainer
+
+pytestmark = PLACE
 
 SHARDED = Placement("fsdp", False, True)
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
@@ -76,7 +78,7 @@ def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
     ("name", "package"),
     [("galore_adamw", "galore_torch"), ("adamw_bnb_8bit", "bitsandbytes"), ("schedule_free_sgd", "schedulefree")],
 )
-def test_an_unavailable_optimizer_is_refused_before_models_are_loaded(name, package, workplace, capsys, fault):  # noqa: F811
+def test_an_unavailable_optimizer_is_refused_before_models_are_loaded(name, package, workplace, capsys, fault):
     fault.setattr("distill.run.opened_pair", lambda *args: pytest.fail("the models are loaded"))
     said = f"train.optimizer: {name}: expected its package {package}, which is not installed here"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
@@ -103,7 +105,7 @@ def test_the_package_of_every_optimizer_is_known(name, tmp_path: Path):
     assert (optimizer_problem(name.value) is not None) == refused
 
 
-def test_unavailable_report_targets_are_refused_before_the_run(workplace, library):  # noqa: F811
+def test_unavailable_report_targets_are_refused_before_the_run(workplace, library):
     library.setattr(steps, "get_available_reporting_integrations", lambda: ["tensorboard"])
     assert steps.report_to_problem(["tensorboard", "all"]) is None
     for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; got wandbb")):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill import run as run_module
 from distill.cli import run_command
@@ -26,20 +26,14 @@ generate: {prompts: []}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 
 
-def finished_run(folder, recipe, tokens=None):
-    """A folder in which `recipe` (of a folder called teacher and text.txt) was run under the name whole."""
-    save_models(folder, text=TEXT, tokens=tokens, teacher={"layers": 3, "seed": 1})
-    (folder / "r.yaml").write_text(recipe)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Finished run with checkpoint-2 and checkpoint-4."""
-    return finished_run(tmp_path_factory.mktemp("resume"), RECIPE)
+# a finished run with checkpoint-2 and checkpoint-4, in runs/whole
+WHOLE = {
+    "text": TEXT,
+    "files": {"r.yaml": RECIPE},
+    "teacher": {"layers": 3, "seed": 1},
+    "run": ["run r.yaml --name whole"],
+}
+pytestmark = pytest.mark.place(**WHOLE)
 
 
 def resume():

@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_on_policy import on_policy, packed, pairs
-from test_resume import finished_run
+from test_resume import WHOLE
 from test_trainer import rows, trainer, weights
 from tiny import tiny_model
 from torch.utils.data import BatchSampler
@@ -174,10 +174,7 @@ generate: {prompts: []}
 """
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A folder with a finished run called whole."""
-    return finished_run(tmp_path_factory.mktemp("resume"), RECIPE)
+pytestmark = pytest.mark.place(**WHOLE | {"files": {"r.yaml": RECIPE}})
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
-from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.folders import RUN_LOCK
@@ -20,13 +20,8 @@ from distill.training.progress import read_metrics
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, teacher={"layers": 4, "seed": 1}, student={"seed": 2})
-    save_tiny(tmp_path / "other", tiny_model(vocab_size=270), tiny_tokenizer(270))
-    (tmp_path / "text.txt").write_text(TEXT)
-    return tmp_path
+PLACE = pytest.mark.place(text=TEXT, teacher={"layers": 4, "seed": 1}, student={"seed": 2}, other={"tokens": 270})
+pytestmark = PLACE
 
 
 def recipe(*overrides):

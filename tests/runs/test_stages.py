@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import save_models
 from transformers import AutoConfig
 
 from distill.cli import run_command
@@ -27,30 +26,16 @@ generate: {prompts: []}
 stages:
   - {name: prune}
   - {name: again, student: {from_teacher: {layers: 2, intermediate: 64}}}
-  - {name: quantise, student: {quantise: {format: q4_0}}, train: {epochs: 1, learning_rate: 1e-4}}
+  - {name: quantise, student: {quantise: {format: q4_0, start: nearest}}, train: {epochs: 1, learning_rate: 1e-4}}
 """
 
 
 FOLDERS = ("stages/1-prune", "stages/2-again", ".")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished run of three stages, in runs/tiny."""
-    folder = tmp_path_factory.mktemp("stages")
-    save_models(folder, text=TEXT, teacher={"layers": 4, "seed": 1, "hidden": 64})
-    (folder / "tiny.yaml").write_text(RECIPE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run_command(["run", "tiny.yaml"]) == 0
-    return folder
-
-
-@pytest.fixture
-def place(finished, tmp_path, monkeypatch):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text=TEXT, files={"tiny.yaml": RECIPE}, teacher={"layers": 4, "seed": 1, "hidden": 64}, run=["run tiny.yaml"]
+)
 
 
 def weights(folder):
@@ -64,10 +49,10 @@ def assert_same_student(one, other):
         assert torch.equal(value, second[name]), name
 
 
-def test_each_stage_starts_from_the_student_before(place):
+def test_each_stage_starts_from_the_student_before(workplace):
     """The stages' folders are runs, and the last one's is that of the whole."""
-    folders = [folder for folder, _ in load("tiny.yaml").stage_runs(place / "runs/tiny")]
-    assert [str(each.relative_to(place)) for each in folders] == [
+    folders = [folder for folder, _ in load("tiny.yaml").stage_runs(workplace / "runs/tiny")]
+    assert [str(each.relative_to(workplace)) for each in folders] == [
         "runs/tiny/stages/1-prune",
         "runs/tiny/stages/2-again",
         "runs/tiny",
@@ -78,15 +63,15 @@ def test_each_stage_starts_from_the_student_before(place):
     for folder in folders:
         own = load(folder / RECIPE_FILE)
         assert own.stages == [] and run(own, name=f"alone-{folder.name}").folder.is_dir()
-        assert_same_student(place / f"runs/alone-{folder.name}", folder)
+        assert_same_student(workplace / f"runs/alone-{folder.name}", folder)
 
 
 @pytest.mark.plain("1-prune")
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
-def test_a_run_that_ended_in_an_earlier_stage_resumes_to_the_same_bits(place, finished, stage, capsys):
-    whole, ended = place / "runs/tiny", place / "runs/tiny/stages" / stage
+def test_a_run_that_ended_in_an_earlier_stage_resumes_to_the_same_bits(workplace, finished, stage, capsys):
+    whole, ended = workplace / "runs/tiny", workplace / "runs/tiny/stages" / stage
     for path in [*whole.iterdir(), *whole.joinpath("stages").iterdir()]:
-        if path.name == "stages" or path in (ended, place / "runs/tiny/stages/1-prune"):
+        if path.name == "stages" or path in (ended, workplace / "runs/tiny/stages/1-prune"):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in ("result.json", "manifest.json"):
@@ -95,17 +80,17 @@ def test_a_run_that_ended_in_an_earlier_stage_resumes_to_the_same_bits(place, fi
         shutil.rmtree(ended / name)
     assert run_command(["run", "tiny.yaml", "--resume"]) == 0
     said = capsys.readouterr().out
-    assert f"continuing from {ended.relative_to(place)}/checkpoint-2" in said
+    assert f"continuing from {ended.relative_to(workplace)}/checkpoint-2" in said
     assert ("stages/1-prune, finished" in said) == (stage == "2-again")
     assert_same_student(whole, finished / "runs/tiny")
 
 
-def test_a_new_run_takes_the_next_folder_while_stages_are_unfinished(place):
-    for path in place.joinpath("runs/tiny").iterdir():
+def test_a_new_run_takes_the_next_folder_while_stages_are_unfinished(workplace):
+    for path in workplace.joinpath("runs/tiny").iterdir():
         if path.name != "stages":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert run_command(["run", "tiny.yaml", "train.steps=1", "train.save_every=null"]) == 0
-    assert (place / "runs/tiny-2/student").is_dir() and not (place / "runs/tiny/student").exists()
+    assert run_command(["run", "tiny.yaml", "stages=[{name: one}]", "train.steps=1", "train.save_every=null"]) == 0
+    assert (workplace / "runs/tiny-2/student").is_dir() and not (workplace / "runs/tiny/student").exists()
 
 
 def end_before_the_last_stage(run_folder):
@@ -130,79 +115,73 @@ def end_before_the_last_stage(run_folder):
         ("stages.1.student={from_teacher: {layers: 1}}", "student.from_teacher"),
     ],
 )
-def test_a_finished_stage_is_resumed_with_its_own_settings_only(place, override, named, capsys):
-    end_before_the_last_stage(place / "runs/tiny")
+def test_a_finished_stage_is_resumed_with_its_own_settings_only(workplace, override, named, capsys):
+    end_before_the_last_stage(workplace / "runs/tiny")
     assert run_command(["run", "tiny.yaml", override, "--resume"]) == 2
     assert named in capsys.readouterr().err
-    assert not (place / "runs/tiny/student").exists()
+    assert not (workplace / "runs/tiny/student").exists()
 
 
-def test_a_finished_stage_is_resumed_with_its_own_data_only(place, capsys):
-    end_before_the_last_stage(place / "runs/tiny")
-    (place / "text.txt").write_text(TEXT.replace("teacher", "preacher"))
+def test_a_finished_stage_is_resumed_with_its_own_data_only(workplace, capsys):
+    end_before_the_last_stage(workplace / "runs/tiny")
+    (workplace / "text.txt").write_text(TEXT.replace("teacher", "preacher"))
     assert run_command(["run", "tiny.yaml", "--resume"]) == 2
-    assert "data" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
+    assert "data" in capsys.readouterr().err and not (workplace / "runs/tiny/student").exists()
 
 
-def test_a_later_stage_is_refused_another_teacher_than_the_earlier_ones_had(place, capsys):
-    end_before_the_last_stage(place / "runs/tiny")
-    path = place / "teacher/model.safetensors"
+def test_a_later_stage_is_refused_another_teacher_than_the_earlier_ones_had(workplace, capsys):
+    end_before_the_last_stage(workplace / "runs/tiny")
+    path = workplace / "teacher/model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
     save_file(tensors, path, metadata={"format": "pt"})
     assert run_command(["run", "tiny.yaml", "--resume"]) == 2
-    assert "teacher" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
+    assert "teacher" in capsys.readouterr().err and not (workplace / "runs/tiny/student").exists()
 
 
 @pytest.mark.plain("")
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_damaged_result_is_no_finished_stage(place, finished, content, capsys):
-    end_before_the_last_stage(place / "runs/tiny")
-    (place / "runs/tiny/stages/1-prune/result.json").write_text(content)
+def test_a_damaged_result_is_no_finished_stage(workplace, finished, content, capsys):
+    end_before_the_last_stage(workplace / "runs/tiny")
+    (workplace / "runs/tiny/stages/1-prune/result.json").write_text(content)
     assert run_command(["run", "tiny.yaml", "--resume"]) == 0
     assert "1-prune, finished" not in capsys.readouterr().out
-    assert_same_student(place / "runs/tiny", finished / "runs/tiny")
+    assert_same_student(workplace / "runs/tiny", finished / "runs/tiny")
 
 
 @pytest.mark.plain("model.safetensors-1-prune", "tokenizer.json-2-again")
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_no_stage_starts_from_a_damaged_student(place, stage, name, capsys):
-    end_before_the_last_stage(place / "runs/tiny")
-    path = place / "runs/tiny/stages" / stage / "student" / name
+def test_no_stage_starts_from_a_damaged_student(workplace, stage, name, capsys):
+    end_before_the_last_stage(workplace / "runs/tiny")
+    path = workplace / "runs/tiny/stages" / stage / "student" / name
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
     assert run_command(["run", "tiny.yaml", "--resume"]) == 2
-    assert f"{name} is damaged" in capsys.readouterr().err and not (place / "runs/tiny/student").exists()
+    assert f"{name} is damaged" in capsys.readouterr().err and not (workplace / "runs/tiny/student").exists()
 
 
-def test_a_staged_run_may_be_moved(place, finished):
-    end_before_the_last_stage(place / "runs/tiny")
-    (place / "runs/tiny").rename(place / "runs/moved")
+def test_a_staged_run_may_be_moved(workplace, finished, capsys):
+    end_before_the_last_stage(workplace / "runs/tiny")
+    (workplace / "runs/tiny").rename(workplace / "runs/moved")
     for name in ("result.json", "manifest.json"):  # the second stage has begun, from the first one's student
-        (place / "runs/moved/stages/2-again" / name).unlink()
-    assert run_command(["run", "tiny.yaml", "--name", "moved", "--resume"]) == 0
-    assert_same_student(place / "runs/moved", finished / "runs/tiny")
+        (workplace / "runs/moved/stages/2-again" / name).unlink()
+    assert run_command(["run", "tiny.yaml", "--name", "moved", "--resume-if-any"]) == 0
+    assert capsys.readouterr().out.count(", finished") == 1
+    assert_same_student(workplace / "runs/moved", finished / "runs/tiny")
 
 
-def test_resume_if_any_continues_a_run_that_ended_before_its_last_stage(place, finished, capsys):
-    end_before_the_last_stage(place / "runs/tiny")
-    assert run_command(["run", "tiny.yaml", "--name", "tiny", "--resume-if-any"]) == 0
-    assert capsys.readouterr().out.count(", finished") == 2
-    assert_same_student(place / "runs/tiny", finished / "runs/tiny")
-
-
-def test_messages_in_a_stage_name_the_command_of_the_whole_run(place):
+def test_messages_in_a_stage_name_the_command_of_the_whole_run(workplace):
     recipe = load("tiny.yaml")
     full = OSError(errno.ENOSPC, "No space left on device")
-    line = translated(full, recipe, place / "runs/tiny/stages/1-prune")
+    line = translated(full, recipe, workplace / "runs/tiny/stages/1-prune")
     assert "with --name tiny --resume" in line and "1-prune --resume" not in line
 
 
-def test_every_stage_is_planned(place, capsys):
+def test_every_stage_is_planned(workplace, capsys):
     """None of the stages need have been trained; each has the sizes of the student before it."""
-    shutil.rmtree(place / "runs")
+    shutil.rmtree(workplace / "runs")
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu"]) == 0
     out = capsys.readouterr().out
     for number, name in enumerate(("prune", "again", "quantise"), 1):
@@ -215,13 +194,13 @@ def test_every_stage_is_planned(place, capsys):
     assert sizes[0] > sizes[1] == sizes[2]
     steps = [stage["steps"] for stage in found["stages"]]
     assert steps[:2] == [4, 4] and steps[2] is not None, "the data of a later stage are not read"
-    assert not (place / "runs").exists()
+    assert not (workplace / "runs").exists()
 
 
-def test_a_plan_is_of_the_students_that_are_trained(place, capsys):
+def test_a_plan_is_of_the_students_that_are_trained(workplace, capsys):
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu", "--json"]) == 0
     for stage, folder in zip(json.loads(capsys.readouterr().out)["stages"], FOLDERS, strict=True):
-        trained = sum(value.numel() for value in weights(place / "runs/tiny" / folder).values())
+        trained = sum(value.numel() for value in weights(workplace / "runs/tiny" / folder).values())
         assert stage["student"]["parameters"] == trained
 
 
@@ -233,7 +212,7 @@ def test_a_plan_is_of_the_students_that_are_trained(place, capsys):
         ("{data: {source: none.txt}}", "stages.2 (stage): "),
     ],
 )
-def test_a_later_stage_that_cannot_run_fails_the_check(place, stage, named, capsys):
+def test_a_later_stage_that_cannot_run_fails_the_check(workplace, stage, named, capsys):
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu", f"stages.2={stage}"]) in (1, 2)
     said = capsys.readouterr()
     assert named in " ".join((said.out + said.err).split())
@@ -241,7 +220,7 @@ def test_a_later_stage_that_cannot_run_fails_the_check(place, stage, named, caps
     assert text.count("tiny/stages/") == text.count("runs/tiny/stages/"), "names the plan's temporary folder"
 
 
-def test_the_quantisation_of_a_later_stage_is_planned(place, capsys):
+def test_the_quantisation_of_a_later_stage_is_planned(workplace, capsys):
     """40 columns are no whole blocks of q4_0."""
     stage = "{student: {from_teacher: {intermediate: 40}, quantise: {format: q4_0}}}"
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu", "--json", f"stages.2={stage}"]) == 0
@@ -249,7 +228,7 @@ def test_the_quantisation_of_a_later_stage_is_planned(place, capsys):
     assert ["student.quantise: 2 matrices" in text for text in notes] == [False, False, True]
 
 
-def test_a_later_stage_that_does_not_fit_fails_the_check(place, capsys):
+def test_a_later_stage_that_does_not_fit_fails_the_check(workplace, capsys):
     wide = "stages.2={name: wide, data: {max_length: 512}, train: {batch_size: 16384, tokens_per_step: null}}"
     assert run_command(["check", "tiny.yaml", "--gpu", "24GB", "--no-data", wide]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -257,7 +236,7 @@ def test_a_later_stage_that_does_not_fit_fails_the_check(place, capsys):
     assert out.count("verdict fits and can run") == 2
 
 
-def test_the_export_of_the_last_stage_is_checked(place, capsys):
+def test_the_export_of_the_last_stage_is_checked(workplace, capsys):
     last = ["stages.2={name: last, student: {from_teacher: {intermediate: 63}}}", "export={gguf: q4_0}"]
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu", *last]) == 1
     assert "PROBLEM" in capsys.readouterr().out

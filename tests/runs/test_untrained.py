@@ -7,7 +7,6 @@ from collections import namedtuple
 
 import psutil
 import pytest
-from tiny import save_models
 
 from distill.cli import run_command
 from distill.recipe import parse
@@ -24,13 +23,12 @@ generate: {prompts: [Hello], max_new_tokens: 5}
 FIRST, LAST, MEASURED = "step 1/3", "step 3/3", "the student before training"
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, teacher={"seed": 1}, student={"seed": 2})
-    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {number}." for number in range(60)))
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(f"The teacher explains line {number}." for number in range(60)),
+    files={"r.yaml": RECIPE},
+    teacher={"seed": 1},
+    student={"seed": 2},
+)
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def figures(folder):
     ],
     ids=["all weights", "LoRA under autocast", "bfloat16, no log", "quantised", "quantised under adapters"],
 )
-def test_figures_are_those_of_a_measurement_before_training(place, full_host, capsys, overrides):
+def test_figures_are_those_of_a_measurement_before_training(workplace, full_host, capsys, overrides):
     late = run(parse(RECIPE, overrides, name="late"))
     said = capsys.readouterr().out
     full_host()
@@ -75,8 +73,8 @@ def test_figures_are_those_of_a_measurement_before_training(place, full_host, ca
         assert said_early.index(MEASURED) < said_early.index(FIRST)
 
 
-def test_a_teacher_that_follows_the_student_is_measured_before_it_does(place, capsys):
-    (place / "pairs.jsonl").write_text(
+def test_a_teacher_that_follows_the_student_is_measured_before_it_does(workplace, capsys):
+    (workplace / "pairs.jsonl").write_text(
         "".join(f'{{"q": "Is {n}?", "a": "It is {n}.", "h": "{n}"}}\n' for n in range(40))
     )
     teacher = "teacher={type: student, ema: 0.5, context: {template: 'A hint. {h}', place: before}}"
@@ -86,18 +84,18 @@ def test_a_teacher_that_follows_the_student_is_measured_before_it_does(place, ca
     assert said.index(MEASURED) < said.index(FIRST)
 
 
-def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(place, capsys, at_step):
+def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(workplace, capsys, at_step):
     assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
     at_step(0, lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit, match=r"^0$"):
         run_command(["run", "r.yaml", "--name", "ended"])
     at_step(None, None)
-    began = json.loads((place / "runs/ended/before.json").read_text())
-    assert set(began) == {"started", "command", "device"} and (place / "runs/ended/checkpoint-1").exists()
+    began = json.loads((workplace / "runs/ended/before.json").read_text())
+    assert set(began) == {"started", "command", "device"} and (workplace / "runs/ended/checkpoint-1").exists()
     assert run_command(["verify", "ended"]) == 0 and run_command(["report", "ended"]) == 0
     capsys.readouterr()
     assert run_command(["run", "r.yaml", "--name", "ended", "--resume"]) == 0
     said = capsys.readouterr().out
     assert said.index(LAST) < said.index(MEASURED)
-    assert json.loads((place / "runs/ended/before.json").read_text())["started"] == began["started"]
-    assert figures(place / "runs/ended") == figures(place / "runs/whole")
+    assert json.loads((workplace / "runs/ended/before.json").read_text())["started"] == began["started"]
+    assert figures(workplace / "runs/ended") == figures(workplace / "runs/whole")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_online_cache import here, losses, models, recipe  # noqa: F401  (fixtures, and a run with teacher.online_cache)
-from test_resume import RECIPE, figures, finished_run
+from test_resume import WHOLE, figures
 
 from distill.cli import run_command
 from distill.core.manifest import MANIFEST, add_to_manifest, entry_mismatch
@@ -38,19 +38,21 @@ COVERED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run with rollouts, and one without that was stopped by the number of its steps."""
-    folder = tmp_path_factory.mktemp("verify")
-    (folder / "pairs.jsonl").write_text("\n".join(json.dumps({"q": f"word {n}", "a": f"so {n} is"}) for n in range(40)))
-    return finished_run(folder, ROLLOUTS)
+# a run with rollouts
+pytestmark = pytest.mark.place(
+    **WHOLE
+    | {
+        "files": {
+            "r.yaml": ROLLOUTS,
+            "pairs.jsonl": [{"q": f"word {n}", "a": f"so {n} is"} for n in range(40)],
+        }
+    }
+)
 
 
 @pytest.fixture
-def place(finished, tmp_path, monkeypatch):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs/whole"
+def place(workplace):
+    return workplace / "runs/whole"
 
 
 def flip(path, at):
@@ -106,9 +108,9 @@ def test_entries_are_made_anew_where_a_file_is_and_only_there(tmp_path):
 # ------------------------------------------------------------------ a run that goes on
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return finished_run(tmp_path_factory.mktemp("plain"), RECIPE)
+@pytest.fixture
+def plain(placed):
+    return placed(**WHOLE)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from forked import PIPE, Forked, clean_environment
 from helpers import stored_documents
-from tiny import save_models
 from two_ranks import run_as_two
 
 from distill.evaluation.evaluate import HeldOut
@@ -29,12 +28,11 @@ SMALL_PARTS = "from distill.teachers.backends.stored import epoch; epoch.LEAST_R
 MANY_PARTS = ["-c", f"{SMALL_PARTS}; from distill.cli import main; main()"]
 
 
-@pytest.fixture
-def workplace(tmp_path):
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1})
-    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(f"The teacher explains line {i} once more." for i in range(80)),
+    files={"tiny.yaml": RECIPE},
+    teacher={"layers": 3, "seed": 1},
+)
 
 
 def start(workplace, code, *arguments):

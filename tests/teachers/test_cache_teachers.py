@@ -8,7 +8,7 @@ import pytest
 import torch
 from distill_kernels import swap_linears_for_fp8
 from test_quantised import BITNET, saved
-from tiny import save_models, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.commands.cache_epoch import load, make_cache
@@ -32,12 +32,11 @@ generate: {prompts: [The teacher], max_new_tokens: 5}
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    save_models(tmp_path, teacher={"layers": 3, "hidden": 64, "seed": 1}, student={"seed": 2})
-    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {n} once more." for n in range(12)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.place(
+    text="\n".join(f"The teacher explains line {n} once more." for n in range(12)),
+    teacher={"layers": 3, "hidden": 64, "seed": 1},
+    student={"seed": 2},
+)
 
 
 @contextlib.contextmanager
@@ -73,7 +72,7 @@ def hold_to(teacher, loaded, cache):
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("kind", [{"tail": "sampled", "k": 16}, {"hidden": True}])
-def test_an_offloaded_teacher_equals_a_resident_one(here, device, kind):
+def test_an_offloaded_teacher_equals_a_resident_one(workplace, device, kind):
     _, resident = cached(device, "resident", **kind)
     loaded, offloaded = cached(device, "offloaded", "teacher.offload=cpu", **kind)
     assert is_offloaded(loaded.pair.teacher.model)
@@ -81,7 +80,7 @@ def test_an_offloaded_teacher_equals_a_resident_one(here, device, kind):
 
 
 @pytest.mark.parametrize("device", PLACES)
-def test_an_fp8_teacher_is_cached_in_fp8(here, device):
+def test_an_fp8_teacher_is_cached_in_fp8(workplace, device):
     loaded, cache = cached(device, "fp8", "teacher.dtype=fp8", "train.precision=float32")
     assert is_quantised(loaded.pair.teacher.model)
     assert cache.manifest["teacher"]["dtype"] == "fp8"
@@ -98,7 +97,7 @@ def test_an_fp8_teacher_is_cached_in_fp8(here, device):
         )
 
 
-def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):
+def test_a_cache_in_fp8_is_not_finished_in_bfloat16(workplace):
     _, cache = cached("cpu", "begun", "teacher.dtype=fp8")
     (cache.folder / layout.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"--out: begun .* teacher\.dtype was 'fp8', now 'bfloat16'"):
@@ -107,25 +106,25 @@ def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):
         cached("cpu", "begun", "teacher.dtype=fp8", "teacher.fp8_skip=[0.mlp]")
 
 
-def test_a_run_trains_on_cached_outputs_of_an_fp8_teacher(here):
+def test_a_run_trains_on_cached_outputs_of_an_fp8_teacher(workplace):
     cached("cpu", "fp8", "teacher.dtype=fp8")
     result = run(parse(RECIPE, ["teacher={type: cache, path: fp8, model: teacher}", "train.device=cpu"], name="tiny"))
     assert result.after.forward_kl < result.before.forward_kl
 
 
-def test_a_checkpoint_that_is_quantised_is_cached_as_it_is(here):
+def test_a_checkpoint_that_is_quantised_is_cached_as_it_is(workplace):
     config = BITNET | {"modules_to_not_convert": ["lm_head"]}
-    saved(here / "bitnet", config, tiny_model(layers=3, hidden=64, seed=1, tie=False))
-    tiny_tokenizer().save_pretrained(here / "bitnet")
+    saved(workplace / "bitnet", config, tiny_model(layers=3, hidden=64, seed=1, tie=False))
+    tiny_tokenizer().save_pretrained(workplace / "bitnet")
     with torch.compiler.set_stance("force_eager"):  # its layers compile their rounding
         loaded, cache = cached("cpu", "quantised", "teacher.model=bitnet")
         assert loaded.pair.teacher.model.is_quantized
         hold_to(load_teacher(LocalTeacherConfig(model="bitnet"), dtype=torch.float32), loaded, cache)
-    assert json.loads((here / "bitnet/config.json").read_text())["quantization_config"]["quant_method"] == "bitnet"
+    assert json.loads((workplace / "bitnet/config.json").read_text())["quantization_config"]["quant_method"] == "bitnet"
 
 
 @pytest.mark.gpu
-def test_an_int8_teacher_is_cached_in_int8(here):
+def test_an_int8_teacher_is_cached_in_int8(workplace):
     pytest.importorskip("bitsandbytes")
     loaded, cache = cached("cuda", "int8", "teacher.dtype=int8", "train.precision=bfloat16")
     assert type(loaded.pair.teacher.model.model.layers[0].mlp.gate_proj).__name__ == "Linear8bitLt"
