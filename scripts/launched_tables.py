@@ -1,6 +1,6 @@
 """Tables of launched kernels and of earlier published work in docs/benchmarks.md, made of rows.
 
-Rows of `scripts.bench launch`, `earlier` and `cuda_free`; what was never measured here says so.
+Rows of the cases `launch`, `earlier` and `cuda_free`; what was never measured here says so.
 """
 
 from __future__ import annotations
@@ -8,14 +8,37 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from scripts.bench.cuda_free import UNTUNED
-from scripts.bench.earlier import ADAMW, ATTENTION, BIAS_GELU, DECODE, FLEX, OURS
-
 GPU = "NVIDIA H100 80GB HBM3"
 LAUNCHED, IN_A_GRAPH = ", launched", ", in a graph"
 ABSENT, REFUSED = "not run", "failed its check"
-OWN = ("Triton only", UNTUNED, "ours on cuBLAS, CUDA graph", "transformers' layers on cuBLAS, CUDA graph")
+OURS, FLEX = "ours", "FlexAttention"
+OWN = (
+    "Triton only",
+    "Triton only, one tile for all products",
+    "ours on cuBLAS, CUDA graph",
+    "transformers' layers on cuBLAS, CUDA graph",
+)
 Rows = list[dict[str, Any]]
+
+
+# reported speed-up of each configuration of the kernel collection, by its name in the rows
+REPORTED = {
+    "attention B=1 H=1 T=512 D=64 fp16, forward": 1.35,
+    "attention B=1 H=1 T=1024 D=64 fp16, forward": 1.70,
+    "attention B=1 H=1 T=2048 D=64 fp16, forward": 2.52,
+    "attention B=2 H=4 T=512 D=64 fp16, forward": 2.71,
+    "bias + GELU B=2 T=256 O=4096 fp16, forward": 6.21,
+    "bias + GELU B=2 T=512 O=4096 fp16, forward": 10.55,
+    "bias + GELU B=2 T=1024 O=4096 fp16, forward": 14.36,
+    "bias + GELU B=2 T=1024 O=16384 fp16, forward": 14.65,
+    "AdamW 1 M fp32, one tensor": 1.41,
+    "AdamW 10 M fp32, one tensor": 3.36,
+    "AdamW 50 M fp32, one tensor": 3.45,
+    "decode attention B=1 H=8 T=512 D=128 fp16": 2.13,
+    "decode attention B=1 H=8 T=1024 D=128 fp16": 1.94,
+    "decode attention B=1 H=8 T=2048 D=128 fp16": 1.94,
+    "decode attention B=2 H=8 T=1024 D=128 fp16": 3.94,
+}
 
 
 class Inference(NamedTuple):
@@ -35,14 +58,6 @@ INFERENCE = (
     Inference("A100", "Granite-8B", "granite-3.3-8b, 2 x 512 in, 256 out, bf16", 16.88, 14.25),
 )
 COLUMNS = ("kernel, against", "reported", "ours, launched", "ours, in a graph", "most that bytes allow")
-
-
-def _lines() -> dict[str, float]:
-    """Return the reported speed-up of each configuration of the kernel collection, by its name in the rows."""
-    found = {"attention B={} H={} T={} D={} fp16, forward".format(*s[:2], *s[3:]): x for s, x in ATTENTION.items()}
-    found |= {"bias + GELU B={} T={} O={} fp16, forward".format(*shape): x for shape, x in BIAS_GELU.items()}
-    found |= {f"AdamW {elements // 10**6} M fp32, one tensor": x for elements, x in ADAMW.items()}
-    return found | {"decode attention B={} H={} T={} D={} fp16".format(*s[:2], *s[3:]): x for s, x in DECODE.items()}
 
 
 def _made_of(rows: Rows) -> str:
@@ -88,10 +103,10 @@ def kernels(rows: Rows) -> str:
     """
     here = {(row["shape"], row["candidate"]): row for row in rows if (row["gpu"], row["case"]) == (GPU, "earlier")}
     lines, used = [], []
-    for name, reported in _lines().items():
+    for name, reported in REPORTED.items():
         forms = [form for shape, form in here if shape == name + LAUNCHED and form != OURS]
         if not forms:
-            raise ValueError(f"no row of `scripts.bench earlier` on an {GPU} for {name!r}")
+            raise ValueError(f"no row of the case `earlier` on an {GPU} for {name!r}")
         for form in forms:
             pairs = [(here[name + way, form], here[name + way, OURS]) for way in (LAUNCHED, IN_A_GRAPH)]
             used += [row for pair in pairs for row in pair]
@@ -137,12 +152,12 @@ def tables(rows: Rows) -> str:
             "Speed-ups over PyTorch of a published collection of Triton kernels, and ours on the same shapes. Theirs "
             "were timed as launched from Python. *Most that bytes allow* is the speed-up of a kernel that moves our "
             "bytes at the rate of a copy: where it is below the reported figure, the baseline or the GPU was another. "
-            "(`python -m scripts.bench earlier`)",
+            "(case `earlier`)",
             kernels(rows),
             "Generation without CUDA kernels, 2 prompts of 512 tokens, 256 new tokens. Theirs were measured on an H100 "
             "and an A100, ours on an H200 in place of the H100; no A100 was available here. Their tuning of the matrix "
             "products for each shape gave 1.20 x end to end; *one tile* is ours without it, one launch shape for all "
-            "products. (`python -m scripts.bench cuda_free`)",
+            "products. (case `cuda_free`)",
             inference(rows),
         ]
     )

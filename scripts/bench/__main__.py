@@ -18,7 +18,7 @@ for folder in (ROOT, ROOT / "kernels"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-NOT_CASES = {"__init__", "__main__", "harness", "host_cost", "loss_rivals", "packed_rivals", "sampler", "step_variants"}
+NOT_CASES = {"__init__", "__main__", "harness", "loss_rivals", "sampler", "step_variants"}
 
 
 def end(*_: object) -> NoReturn:

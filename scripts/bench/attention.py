@@ -6,8 +6,10 @@ as FlashAttention's papers do; what a kernel computes again is not counted.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from distill_kernels.attention.flash import flash_attention
@@ -18,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench.harness import Row, host_microseconds, peak_above_inputs, time_in_turn
-from scripts.bench.packed_rivals import varlen
 
 SHAPES = [  # batch, query heads, key heads, positions, head size
     (2, 32, 8, 4096, 64),
@@ -54,6 +55,21 @@ def _sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
     return run
+
+
+def varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """torch's variable-length attention (torch >= 2.10), causal, of [B, H, T, D] tensors; gives [B, T, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.10 says is_causal where later ones have a window; 2.12 wants to be told that heads of keys are fewer
+    known = inspect.signature(varlen_attn).parameters
+    settings: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    settings |= {"enable_gqa": True} if "enable_gqa" in known else {}
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    out: Any = varlen_attn(*flat, bounds, bounds, longest, longest, **settings)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

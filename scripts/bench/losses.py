@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
@@ -94,8 +94,8 @@ class Inputs:
         return peak_above_inputs(run)
 
 
-def floor(inputs: Inputs, *, head: bool = True, teacher: bool = True) -> Callable[[], None]:
-    """The bare products, chunk by chunk, without dW or the teacher's where these are left out."""
+def floor(inputs: Inputs, *, head: bool = True) -> Callable[[], None]:
+    """The bare products, chunk by chunk, without dW where `head` is false."""
     rows = min(FLOOR_ROWS, inputs.shape.rows)
     x, w, xt, wt = (t.detach() for t in (inputs.x, inputs.w, inputs.x_teacher, inputs.w_teacher))
     logits = torch.empty(rows, inputs.shape.vocab, dtype=torch.bfloat16, device="cuda")
@@ -106,8 +106,7 @@ def floor(inputs: Inputs, *, head: bool = True, teacher: bool = True) -> Callabl
     def run() -> None:
         for start in range(0, inputs.shape.rows, rows):
             part = slice(start, start + rows)
-            if teacher:
-                torch.mm(xt[part], wt.t(), out=logits)
+            torch.mm(xt[part], wt.t(), out=logits)
             torch.mm(x[part], w.t(), out=logits)
             torch.mm(gradient, w, out=dx[part])
             if dw is not None:
@@ -132,31 +131,14 @@ def ours(*terms: LossTerm, workspace: float | None = None, half: bool = False, s
     return loss
 
 
-def exact_gradients(inputs: Inputs, term: LossTerm) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dW of the mean divergence in fp64."""
-    teacher = Head(inputs.x_teacher.detach().double(), inputs.w_teacher.detach().double())
-    return exact_gradients_from(inputs, teacher, FusedDistillationLoss([term]).objective, labels=None)
-
-
-def exact_gradients_from(
-    inputs: Inputs,
-    teacher: Any,
-    objective: Any,
-    *,
-    labels: torch.Tensor | None,
-    top_k: Any = None,
-    policy: Any = None,
-    rows: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dW of the mean loss against a teacher's heads or its `top_k`, or of a `policy`, in fp64 on the GPU, `rows`
-    at a time; then rounded to fp32, to save memory."""
+def exact_gradients(inputs: Inputs, term: LossTerm, *, rows: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dW of the mean divergence in fp64 on the GPU, `rows` at a time; then rounded to fp32, to save memory."""
     n, vocab = inputs.shape.rows, inputs.shape.vocab
-    scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device=inputs.x.device)
     outcome = reference_linear_divergence(
         Head(inputs.x.detach().double(), inputs.w.detach().double()),
-        teacher,
-        RowBatch(labels, scale, None, top_k, policy=policy),
-        objective,
+        Head(inputs.x_teacher.detach().double(), inputs.w_teacher.detach().double()),
+        RowBatch(None, torch.full((n,), 1.0 / n, dtype=torch.float64, device=inputs.x.device), None),
+        FusedDistillationLoss([term]).objective,
         RequiredGrads(True, True),
         vocab=vocab,
         dtype=torch.float64,
@@ -214,36 +196,6 @@ def compare(shape: Shape, term: LossTerm, candidates: dict[str, Callable], round
             row.floor_ratio = row.ms / base
             row.tflop_per_s = work / row.ms / 1e9
     return [Row(case, str(shape), "floor: bare products", base, 1.0, tflop_per_s=work / base / 1e9), *rows]
-
-
-def measured(
-    case: str,
-    inputs: Inputs,
-    losses: dict[str, Callable],
-    bare: tuple[str, Callable[[], None]],
-    exact: dict[str, Any],
-    only: str,
-    quick: bool,
-) -> list[Row]:
-    """Rows of losses at the main shape: errors first, where there are `exact` gradients, then peaks and times in turn
-    with the floor `bare`."""
-    steps = {name: inputs.run(loss) for name, loss in losses.items() if only in name}
-    rows = []
-    for name in list(steps):
-        rows.append(Row(case, str(MAIN), name, math.nan, peak_mib=inputs.peak(steps[name])))
-        if name in exact:
-            rows[-1].error = gradient_errors(inputs, steps[name], exact[name])
-        if any(not error < MOST_ERROR for error in rows[-1].error.values()):
-            rows[-1].note = "wrong: not timed"
-            del steps[name]
-    inputs.clear()
-    torch.cuda.empty_cache()
-    label, floor_step = bare
-    times = time_in_turn({label: floor_step, **steps}, rounds=5 if quick else 7, calls=2, settle=1)
-    for row in rows:
-        if row.candidate in times:
-            row.ms, row.floor_ratio = times[row.candidate], times[row.candidate] / times[label]
-    return [Row(case, str(MAIN), label, times[label], 1.0), *rows]
 
 
 def variants(rounds: int) -> list[Row]:

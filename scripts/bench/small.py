@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,6 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from scripts.bench.busy import Trace, busy_share
 from scripts.bench.harness import Row, graphed
 from scripts.bench.many_gpus import DRY, ROOT
 
@@ -263,6 +262,49 @@ class Timed(TrainerCallback):
         times = [value for key, value in logs.items() if key.startswith("time_")]
         if times and state.global_step == self.pair.warm + self.pair.timed:
             self.result["note"] = f"data {logs['time_data'] / sum(times):.1%}"
+
+
+def busy_share(spans: Iterable[tuple[float, float]], bridged: float = 0.0) -> tuple[float, float]:
+    """Share of the time that any of `spans` (start, end) covers, and that time, from the first start to the last end.
+
+    Gaps of at most `bridged` seconds count as covered: what a GPU takes from one kernel of a graph to the next.
+
+    Raises:
+        ValueError: no spans.
+    """
+    ordered = sorted(spans)
+    if not ordered:
+        raise ValueError("small: expected traced kernels, found none")
+    covered, reached = 0.0, ordered[0][0]
+    for start, end in ordered:
+        begun = reached if start - reached <= bridged else start
+        covered += max(end - max(begun, reached), 0.0)
+        reached = max(reached, end)
+    whole = reached - ordered[0][0]
+    return covered / whole, whole
+
+
+class Trace(TrainerCallback):
+    """Traces the steps after `first`, up to and with `last`."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start and stop."""
+        if state.global_step == self.first:
+            torch.cuda.synchronize()
+            self.profiler.start()
+        elif state.global_step == self.last:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Start and end of all that ran on the GPU, seconds."""
+        events: Any = self.profiler.events()
+        on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        return [(event.time_range.start * 1e-6, event.time_range.end * 1e-6) for event in on_gpu]
 
 
 def ours(name: str, pair: Pair) -> dict[str, Any]:

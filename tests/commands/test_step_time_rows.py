@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from packed_chats import packed_chats
 
 from distill.planning.devices import find_device
 from distill.planning.preflight import device_plan
@@ -10,7 +11,7 @@ from distill.planning.step_time import StepTokens, step_time
 from distill.planning.teacher_server import choose_teacher_server, training_gpus
 from distill.recipe import Parallel, load
 from distill.teachers.backends.stored.format import MANIFEST
-from scripts.bench import busy, chat_step, elsewhere, many_gpus, small
+from scripts.bench import many_gpus, small
 
 ROWS = [json.loads(line) for line in (many_gpus.ROOT / "scripts/bench/results/nvidia-h200.jsonl").open()]
 BOUND = 0.1
@@ -26,6 +27,15 @@ SMALL = [
     f"train.batch_size={PAIR.batch}",
     f"data.max_length={PAIR.length}",
 ]
+SERVED = ["parallel.teacher=served", "parallel.teacher_gpus=1"]
+FULL = ["recipes/llama3-8b-to-1b.yaml", "student.dtype=bfloat16"]
+LORA = [
+    "recipes/llama3-8b-to-1b-lora.yaml",
+    "student.dtype=bfloat16",
+    "train.gradient_checkpointing=false",
+    "train.batch_size=2",
+    "data.max_length=4096",
+]
 FP8, BOTH_FP8 = ["teacher.dtype=fp8"], ["teacher.dtype=fp8", "student.compute=fp8"]
 # case, how its shape begins, candidate: GPUs, overrides
 MEASURED = {
@@ -36,8 +46,8 @@ MEASURED = {
     ("fp8_step", "", "ours, fp8 teacher and student"): (1, BOTH_FP8),
     ("chat_step", "", "ours"): (1, []),
     ("chat_step", "", "ours, all rows of the last layers"): (1, []),
-    ("busy", "", "full"): (1, busy.RECIPES["full"]),
-    ("busy", "", "lora"): (1, busy.RECIPES["lora"]),
+    ("busy", "", "full"): (1, FULL),
+    ("busy", "", "lora"): (1, LORA),
     ("teacher_cache", "", "online"): (1, []),
     ("teacher_cache", "", "top-64 from disk"): (1, CACHED),
     ("teacher_cache", "", "hidden states from disk"): (1, CACHED),
@@ -48,7 +58,7 @@ MEASURED = {
     ("many_gpus", "flagship", "ours, 4 GPUs"): (4, many_gpus.SHAPES["flagship"]),
     ("many_gpus", "large", "ours, 4 GPUs"): (4, many_gpus.SHAPES["large"]),
     ("elsewhere", "8B to 1B", "both on each GPU, DDP"): (2, COPIED),
-    ("elsewhere", "8B to 1B", "1 rank trains, 1 teaches"): (2, elsewhere.LAUNCHED),
+    ("elsewhere", "8B to 1B", "1 rank trains, 1 teaches"): (2, SERVED),
 }
 
 
@@ -74,7 +84,7 @@ def planned(gpus, overrides, case="", folder=None, hidden=False):
     tokens = recipe.train.batch_size * data.max_length * plan.accumulation * plan.world
     learned, pairs = tokens, tokens * (data.max_length + 1) / 2
     if case == "chat_step":
-        batch = chat_step.chats(1000, device="cpu")
+        batch = packed_chats(1000, 2, 4096)
         learned, pairs = batch["valid_rows"].numel(), float((batch["position_ids"] + 1).sum())
     return tokens / step_time(plan, StepTokens(tokens, learned, pairs)).seconds
 

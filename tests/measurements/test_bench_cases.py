@@ -10,29 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm
-from distill_kernels.launch import interpreted
+from distill_kernels import FusedDistillationLoss, LossTerm
 from helpers import realistic_heads, relative_error
-from tiny import save_tiny, tiny_model
+from tiny import tiny_model
 
 from distill.commands import bench
-from distill.models.patch.patching import patch
 from distill.teachers.objective import DistillationObjective
-from scripts.bench import (
-    __main__,
-    adoption,
-    breakdown,
-    chat_step,
-    fp8_step,
-    gated,
-    logit_losses,
-    loss_rivals,
-    on_policy,
-    packed_rivals,
-    small,
-    step,
-    topk_losses,
-)
+from scripts.bench import __main__, fp8_step, loss_rivals, on_policy, small, step
 
 pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
 
@@ -40,7 +24,7 @@ pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours i
 def test_every_case_hands_over_rows_as_they_come():
     names = {path.stem for path in Path(__main__.__file__).parent.glob("*.py")} - __main__.NOT_CASES
     cases = {name: importlib.import_module(f"scripts.bench.{name}").run for name in names}
-    assert len(cases) > 25
+    assert {"losses", "layers", "step", "experts", "first_step"} < set(cases)
     assert not [name for name, run in cases.items() if not inspect.isgeneratorfunction(run)]
 
 
@@ -61,8 +45,8 @@ def table(rows, shown=harness.table):
     return shown(rows)
 
 harness.table = table
-sys.modules["scripts.bench.input"] = types.SimpleNamespace(run=run, NEEDS_CUDA=False)
-sys.argv = ["bench", "input", "--no-record", "--only", sys.argv[1]]
+sys.modules["scripts.bench.launch"] = types.SimpleNamespace(run=run, NEEDS_CUDA=False)
+sys.argv = ["bench", "launch", "--no-record", "--only", sys.argv[1]]
 sys.exit(__main__.main())
 """
 
@@ -75,23 +59,6 @@ def test_benchmark_that_ends_early_shows_its_rows(ending, code):
     assert done.returncode == code, done.stderr
     assert "case  shape\n  measured in time" in done.stdout and "2.0000 ms" in done.stdout
     assert ("ZeroDivisionError" in done.stderr) == (ending == "fails")
-
-
-@pytest.mark.parametrize("name", logit_losses.TERMS)
-def test_logit_losses_agree(name):
-    inputs = logit_losses.Inputs(6, 200, "cpu")
-    term = logit_losses.TERMS[name]
-    exact = logit_losses.exact_gradient(term, inputs, rows=4)
-    made = logit_losses.candidates(term)
-    made.pop("torch.compile")  # minutes of C++ compilation
-    assert {"ours", "ours, in place", "eager"} <= set(made)
-    before = inputs.student.detach().clone()
-    for label, candidate in made.items():
-        if "Liger" in label:  # needs a GPU
-            continue
-        error = logit_losses.gradient_error(candidate, inputs, exact)
-        assert error < 5e-3, (label, error)
-        assert torch.equal(inputs.student, before), f"{label} spoilt the inputs"
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
@@ -111,56 +78,6 @@ def test_rivals_in_plain_pytorch_agree(beta):
     for loss in (chunks, loss_rivals.full_logits(*operands, beta)):
         for one, other in zip([loss, *torch.autograd.grad(loss, (x, w))], right, strict=True):
             assert relative_error(one, other) < 1e-5
-
-
-def test_top_k_candidates_agree():
-    x, w, x_t, w_t = realistic_heads(7, 200, 16, 24)
-    inputs = SimpleNamespace(x=x.requires_grad_(), w=w, x_teacher=x_t, w_teacher=w_t)
-    ids, given = topk_losses.teacher_tokens(inputs, 8, rows=3)
-    (right,) = torch.autograd.grad(FusedTopKKLLoss()(x, w, ids, given), x)
-    (made,) = torch.autograd.grad(topk_losses.eager(ids, given)(inputs), x)
-    assert relative_error(made, right) < 1e-5
-
-
-def test_gated_products_and_their_gradients_agree(hardware):
-    hardware.setattr(gated, "sustained", lambda run: (2.0, 1.0))
-    with interpreted():
-        made = gated.candidates(70, 64, 40, [gated.GemmTile(64, 64, 4, 2, 2)], device="cpu")
-        right, *_ = made.values()
-        made |= {"wrong": lambda: [2 * y for y in right()], "fails": lambda: 1 / 0}
-        rows = list(gated.measured("case", "shape", made, 4e9))
-    assert [row.ms for row in rows[:3]] == [2.0] * 3 and rows[-1].candidate.endswith("(again)")
-    assert all(row.error["worst output"] < 5e-3 for row in rows[:3]) and rows[0].tflop_per_s == 2.0
-    assert all(row.ms != row.ms for row in rows[3:5]) and "ZeroDivisionError" in rows[4].note
-
-
-def test_one_line_candidates_learn_the_same(tmp_path):
-    save_tiny(tmp_path)
-    found = {
-        name: list(adoption.measure(name, str(tmp_path), [1, 2], 12, "cpu"))
-        for name in adoption.CANDIDATES
-        if name != "Liger"
-    }
-    right = {one["batch"]: one["loss"] for one in found["transformers"]}
-
-    def rows():
-        return [row for name, measured in found.items() for row in adoption.rows_of("tiny", 12, name, measured, right)]
-
-    assert len(rows()) == 6 and all(row.ms > 0 and row.error["loss"] < 1e-5 for row in rows())
-    found["ours"][1]["loss"] *= 1.1
-    found["ours, keep_logits"][1] = {"batch": 2, "failed": "out of memory"}
-    notes = [row.note for row in rows() if row.ms != row.ms]
-    assert notes == ["wrong, not timed", "out of memory"]
-
-
-def test_a_candidate_that_ends_early_keeps_what_it_has_measured(fault, limit, tmp_path):
-    limit.setattr(adoption, "LIMIT", 5)
-    ends = {"raise SystemExit('no memory')": "no memory", "import time; time.sleep(60)": "not done after 5 s"}
-    for end, why in ends.items():
-        program = f"print('noise'); print('result {{\"batch\": 1, \"ms\": 2}}', flush=True); {end}"
-        fault.setattr(adoption, "PROGRAM", ["-c", program])
-        found = adoption._in_its_own_process("ours", str(tmp_path), (1, 2))
-        assert found == [{"batch": 1, "ms": 2}, {"batch": 2, "failed": why}]
 
 
 def test_small_models_are_picked_exactly():
@@ -242,34 +159,6 @@ def test_steps_of_heads_of_two_sizes_have_one_loss(device):
     assert plain > 0.01 and ours == pytest.approx(plain, rel=1e-4)
 
 
-def test_kernels_of_the_breakdown_find_their_class():
-    spent = breakdown.spent(
-        [
-            ("nvjet_tst_128x256_64x4_h_bz_NNT", 3000.0),
-            ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 500.0),
-            ("_attention_kernel", 400.0),
-            ("_project_kernel", 250.0),
-            ("_adamw_kernel", 40.0),
-            ("_swiglu_kernel", 10.0),
-            ("_key_gradient_kernel", 100.0),
-        ],
-        2,
-    )
-    assert spent["products"] == 1.5 and spent["attention"] == 0.5 and spent["optimizer"] == 0.02
-    assert spent["loss: logits and their rows"] == 0.125 and spent["norms, gates, rotary, additions"] == 0.005
-    assert set(breakdown.WATTS_OF) | {"products", "attention", "norms, gates, rotary, additions"} == set(
-        breakdown.CLASSES
-    )
-
-
-def test_heaviest_kernels_are_listed_by_their_time_in_a_step():
-    kernels = [("_small_kernel", 10.0)] * 8 + [("gemm", 400.0), ("gemm", 600.0)]
-    first, second, total = breakdown.heaviest(kernels, steps=2)
-    assert first.split() == ["0.500", "ms", "1", "x", "500.0", "us", "gemm"]
-    assert second.split() == ["0.040", "ms", "4", "x", "10.0", "us", "_small_kernel"]
-    assert total.split() == ["0.540", "ms", "5", "kernels,", "2", "names"]
-
-
 def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_the_best_rival():
     tokenizer = on_policy.tokenizer_of(300)
     made = on_policy.prompts(40, 300)
@@ -282,22 +171,23 @@ def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_th
     assert "4.00 x, 1.00 of the memory of TRL, 16 x 4" in rows[2].note
 
 
-def test_steps_on_packed_chats_have_one_loss(device, hardware):
-    teacher, student = tiny_model(seed=0).to(device), tiny_model(seed=1).to(device)
-    batch = chat_step.chats(len(student.lm_head.weight), 2, 48, device)
-    assert 0.2 < batch["valid_rows"].numel() / batch["input_ids"].numel() < 0.6
-    assert (batch["position_ids"] == 0).sum() > 4
-    clock, losses = SimpleNamespace(enter=lambda phase: None), {}
-    hardware.setattr(packed_rivals, "_attend_by_varlen", lambda *models: None)  # sdpa sees positions that restart
-    for name in ("plain", "plain-rows"):
-        learner = copy.deepcopy(student)
-        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
-        losses[name] = packed_rivals.PACKED_RIVALS[name](teacher, learner, batch, optimizer)(clock).item()
-    for model in (teacher, student):
-        patch(model, log_it=False)
-    ours = bench.our_step(
-        DistillationObjective(teacher, student), student, batch, torch.optim.SGD(student.parameters())
-    )
-    losses["ours"] = ours(clock).item()
-    assert losses["plain"] > 0.01
-    assert max(losses.values()) - min(losses.values()) < 1e-5 * losses["plain"]
+@pytest.mark.parametrize(
+    "spans, share, whole",
+    [
+        ([(0, 4)], 1.0, 4),
+        ([(6, 8), (0, 4)], 0.75, 8),
+        ([(0, 4), (1, 2), (3, 6), (8, 10)], 0.8, 10),  # nested and overlapping, on two streams
+        ([(5, 7), (5, 7)], 1.0, 2),
+    ],
+)
+def test_overlapping_kernels_count_once(spans, share, whole):
+    assert small.busy_share(spans) == (pytest.approx(share), whole)
+
+
+def test_short_gaps_between_kernels_count_as_busy_where_wanted():
+    assert small.busy_share([(0, 4), (5, 7), (9, 10)], bridged=1) == (pytest.approx(0.8), 10)
+
+
+def test_no_traced_kernel_is_an_error():
+    with pytest.raises(ValueError, match="found none"):
+        small.busy_share([])

@@ -216,27 +216,6 @@ def test_fused_decoding_is_used_on_measured_families(kernel_device, hardware, li
     assert step_of(model, True) is None
 
 
-def test_the_benchmark_compares_equal_steps(kernel_device):
-    from scripts.bench import decode_step
-
-    model, steps = lively(kernel_device, layers=1), {}
-    shape = decode_step.Shape("lively", 3)
-    for name in ("fused", "today's"):
-        torch.manual_seed(4)  # what the cache is filled with
-        fused = name == "fused"
-        make = decode_step.fused_step if fused else decode_step.todays_step
-        step, slots = make(model, shape, **({"dtype": model.dtype} if fused else {}))
-        slots.column.zero_()
-        step(Sampling(1.0))
-        steps[name] = slots.log_probs[:, 0].float()
-        assert int(slots.column) == 1 and bool(slots.done.all())
-    torch.testing.assert_close(*steps.values(), rtol=1e-4 if kernel_device.type == "cpu" else 0.05, atol=1e-4)
-    plans = list(decode_step.other_plans(decode_step.fused_step(model, shape, dtype=model.dtype)[0].decoder.plan, 3))
-    assert {kind for kind, _ in plans} == set(plans[0][1]._fields)
-    answers_ = answers(model, True)
-    assert decode_step.log_prob_gap(model, PROMPTS, answers_.tokens, answers_.log_probs) < 1e-2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_captured_step_on_the_gpu(kind):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packed_chats import packed_chats
 from tiny import tiny_model
 
 from distill.data.collator import Collator
@@ -148,8 +149,6 @@ def test_work_is_counted_where_it_is_done():
 @pytest.mark.gpu
 def test_in_bf16_the_loss_differs_by_rounding(without):
     """Two layers of an 8B teacher's and a 1B student's width, each twice: with some rows and with all."""
-    from scripts.bench.chat_step import chats
-
     teacher, student = (
         tiny_model(
             hidden=hidden,
@@ -165,7 +164,7 @@ def test_in_bf16_the_loss_differs_by_rounding(without):
         ).cuda()
         for hidden, inner, seed in ((4096, 14336, 0), (2048, 8192, 1))
     )
-    batch = chats(32_000, 2, 2048)
+    batch = {name: tensor.cuda() for name, tensor in packed_chats(32_000, 2, 2048).items()}
     for model, role in ((teacher, "teacher"), (student, "student")):
         patch(model, role)
     seen = rows_seen(student)

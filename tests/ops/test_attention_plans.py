@@ -12,8 +12,7 @@ from distill_kernels.attention.flash import flash_attention
 from distill_kernels.launch import FAMILIES, DeviceFacts
 from distill_kernels.launch_plans import LAUNCH_HOOKS, PlannedFunction
 from distill_kernels.primitives import decode
-
-from scripts.bench.host_cost import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
+from stand_in_gpu import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 
 def specialised(value):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
-    from scripts.bench.host_cost import Kernel, stand_in_gpu
+    from stand_in_gpu import Kernel, stand_in_gpu
 
 
 @pytest.fixture

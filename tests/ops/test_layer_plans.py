@@ -16,7 +16,7 @@ from gpus import two_gpus
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
-    from scripts.bench.host_cost import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
+    from stand_in_gpu import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 MODULES = (bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, probability_kl, row_softmax, flash, flash_backward)
 MODULES += (fake_quantise,)

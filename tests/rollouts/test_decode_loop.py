@@ -1,5 +1,6 @@
 """The decode loop against transformers' `generate`: the same greedy tokens, for ragged prompts, models and kernels."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -223,29 +224,16 @@ def test_a_real_model_gives_the_same_outputs(smollm2_folder):
     assert "Paris" in tokenizer.decode(found.tokens[0])
 
 
-def test_the_benchmarks_candidates_agree():
-    from scripts.bench.generate import candidates, ragged_prompts, regret
-
-    model = tiny_model(dtype=torch.float64)
-    model.generation_config.eos_token_id = None
-    prompts = ragged_prompts(3, 8, 259)
-    found = {name: way(prompts) for name, way in candidates(model, 5, compiled=False).items()}
-    expected = found["generate, default cache"]
-    assert all(len(answer) == 5 for answer in expected)
-    for name, answers in found.items():
-        assert (answers == expected) == ("drawn" not in name), name
-    assert regret(model, prompts, expected) < 1e-6
-    assert regret(model, prompts, found["ours, drawn at T = 1"]) > 0.2
-
-
 def test_a_model_on_triton_kernels_alone(kernel_device):
     from distill.models.patch.triton_only import linear_on_triton, use_triton_only
-    from scripts.bench.cuda_free import ways
 
     model = tiny_model(layers=1).to(kernel_device, torch.bfloat16 if kernel_device.type == "cuda" else torch.float32)
     model.generation_config.eos_token_id = None
-    found = {name: way([[5, 6, 7], [8, 9, 10]]) for name, way in ways(model, 3, compiled=False).items()}
-    assert len(found) == 5 and all(tokens == found["generate, eager"] for tokens in found.values())
+    prompts = [[5, 6, 7], [8, 9, 10]]
+    on_triton = copy.deepcopy(model)
+    use_triton_only(on_triton)
+    found = DecodeLoop(on_triton, EngineSettings(0, [])).generate(prompts, max_new_tokens=3)
+    assert found.tokens == theirs(model, prompts, 3)[0]
     x = torch.randn(2, 70, 32, device=kernel_device, dtype=model.dtype)
     linear = model.model.layers[0].mlp.up_proj
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distill_kernels import FusedTopKKLLoss
 from helpers import assert_as_good_as_torch, stored_documents
-from tiny import save_models, tiny_model
+from tiny import save_models
 from torch.nn import functional as F
 
 from distill.commands.cache_epoch import load, make_cache
@@ -26,7 +26,6 @@ from distill.teachers.backends.stored.settings import CacheOptions
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.objective import DistillationObjective
-from scripts.bench import teacher_cache as bench
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 SMALL_SHARD = 8192
@@ -404,12 +403,3 @@ def test_reported_errors_fall_with_k(loaded):
     assert found[8, "bucket"].seen < 1 and abs(found[256, "bucket"].seen - 1) < 0.01
     assert found[8, "renormalize"].kl == float("inf")
     assert found[8, "sampled"].head < found[8, "sampled"].gradient, "noise averages out over positions"
-
-
-def test_the_benchmark_measures_what_it_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "K", 16)
-    models = tiny_model(layers=3, seed=1), tiny_model()
-    rows = list(bench.compare(*models, batch_size=2, length=24, steps=2, shape="tiny", folder=tmp_path))
-    names = ["online", "write top-16 from disk", "top-16 from disk", "write hidden states from disk"]
-    assert [row.candidate for row in rows] == [*names, "hidden states from disk"]
-    assert all(row.ms > 0 and row.tokens_per_s > 0 for row in rows)

@@ -10,8 +10,8 @@ from distill_kernels.decoding.attention import AttentionConfig, AttentionSpec
 from distill_kernels.decoding.fused_linear import DecodeTile, Product
 from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts, next_power_of_2
 
-# families on which `scripts.bench decode_step` found a step of these kernels faster than a model's own layers on our
-# other kernels: on an H200 1.6 x for 32 rows of SmolLM2-135M, 1.2 x for 64 of Llama-3.2-1B
+# families on which a step of these kernels is faster than a model's own layers on our other kernels, by the benchmark
+# rows `decode_step`: on an H200 1.6 x for 32 rows of SmolLM2-135M, 1.2 x for 64 of Llama-3.2-1B
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
 MAX_CHUNKS = 32
 # q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, as searched on the families above
@@ -52,7 +52,7 @@ def fit_shared_memory(tile: DecodeTile, rows: int, weight_bytes: int, gated: boo
 
 
 def choose_decode_tile(rows: int, product: Product, facts: DeviceFacts) -> DecodeTile:
-    """Return the tile that `scripts.bench decode_step` found on an H200, for 1 to 64 rows and 0.1 to 1.2 B parameters.
+    """Return the fastest tile of the H200's benchmark rows `decode_step`, for 1 to 64 rows, 0.1 to 1.2 B parameters.
 
     Narrow tiles with many loads in flight, since latency bounds a step. Few programs that each go through a
     long inner dimension are worse than parts of it; a gated product of many rows is best in one program a

@@ -11,7 +11,7 @@ Bound by the tensor cores: 4 M I K FLOP, by the kernel of tiled.py. It walks ove
 group's rows of x stay in L2 while the weight passes once: by arithmetic 1 GB is read from memory at 8,192 x 4,096 by
 2 x 14,336, 4 with rows fastest. Inference only.
 
-Compiled for every family, run on an H200 alone (`scripts.bench gated`).
+Compiled for every family, run on an H200 alone (benchmark rows `gated`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MinSize(NamedTuple):
     rows: int
 
 
-# By family, as `scripts.bench gated` has shown; elsewhere weights stay apart
+# By family, as the benchmark rows `gated` show; elsewhere weights stay apart
 MIN_SIZES = {"sm_90": MinSize(4096, 4096)}
 TILES = (
     GemmTile(128, 256, 8, 4, 16),

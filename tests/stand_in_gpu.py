@@ -1,18 +1,13 @@
-"""Host time of launched kernels without a GPU: everything between the call and the driver, which is stood in for.
-
-    python -m scripts.bench.host_cost [part of a name]
+"""Launched kernels without a GPU: everything between the call and the driver, which is stood in for.
 
 Triton's own launcher runs down to its C function, which is a Python function here that starts nothing; tensors lie on
-the CPU and are taken for a GPU's. `launch.py` measures the real thing, beside PyTorch's own functions: the driver's
-launches and allocations and autograd's second thread come on top of what stands here.
+the CPU and are taken for a GPU's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
-import time
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,8 +17,6 @@ import torch
 from distill_kernels import launch_plans
 from distill_kernels.launch import TensorDescriptor, interpreted, triton
 from triton.backends.nvidia import driver as nvidia
-
-ROUNDS, CALLS = 15, 300
 
 
 class PyCUtensorMap:
@@ -121,48 +114,3 @@ def stand_in_gpu(*modules: ModuleType, make: Callable[..., Kernel] = Kernel) -> 
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         stack.enter_context(interpreted())
         yield list(kernels.values())
-
-
-def _microseconds(run: Callable[[], object]) -> float:
-    samples = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            run()
-        samples.append((time.perf_counter() - start) / CALLS * 1e6)
-    return min(samples)  # other processes only ever add to it
-
-
-def main(only: str = "") -> None:
-    """Print a row for each function: forward, forward with a graph, and with backward."""
-    from distill_kernels.attention import flash, flash_backward
-    from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm
-
-    from scripts.bench.launch import CASES
-
-    modules = (flash, flash_backward, bias_gelu, column_sums, glu, layer_norm, rms_norm)
-    print(f"{'microseconds':16} {'forward':>8} {'with graph':>11} {'and backward':>13}")
-    with stand_in_gpu(*modules) as kernels, mock.patch("scripts.bench.launch.DEVICE", "cpu"):
-        for name, (ours, _, draw) in CASES.items():
-            if only not in name:
-                continue
-            inputs = tuple(tensor.requires_grad_() for tensor in draw())
-            upstream = torch.randn_like(ours(*inputs))
-
-            def both(f: Any = ours, x: Any = inputs, dy: torch.Tensor = upstream) -> Any:
-                return torch.autograd.grad(f(*x), x, dy)
-
-            for _ in range(3):
-                both()
-                with torch.no_grad():
-                    ours(*inputs)
-            looked_up = sum(kernel.looked_up for kernel in kernels)
-            with torch.no_grad():
-                forward = _microseconds(lambda f=ours, x=inputs: f(*x))
-            graph, backward = _microseconds(lambda f=ours, x=inputs: f(*x)), _microseconds(both)
-            unplanned = sum(kernel.looked_up for kernel in kernels) - looked_up
-            print(f"{name:16} {forward:8.2f} {graph:11.2f} {backward:13.2f}" + (" not planned" if unplanned else ""))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
