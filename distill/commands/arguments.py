@@ -97,21 +97,18 @@ def plugin_override(plugin: Path | None) -> list[str]:
 def load_models(target: str, teacher: str | None, with_teacher: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a target's student, preceded by its teacher if requested, and the tokenizer of each model's prompts.
 
-    It is the student's; a recipe's teacher has its own variables of the chat template.
+    It is the student's; a recipe's teacher has its own variables of the chat template, and one of other tokens its own.
     """
-    from distill.data.chat import with_template_kwargs
-    from distill.evaluation.targets import find_target, load_target, load_teacher_of
-    from distill.recipe.teachers import teacher_kwargs
+    from distill.evaluation.targets import find_target, load_target, load_teacher_of, teacher_tokenizer
 
     source = find_target(target)
+    models: dict[str, Any] = {}
+    tokenizers: dict[str, Any] = {}
     with console.spinner("loading"):
-        student, tokenizer = load_target(source)
-        compares = teacher is not None or with_teacher
-        models = {"teacher": load_teacher_of(source, teacher, command="generate")} if compares else {}
-    tokenizers = {"teacher": tokenizer, "student": tokenizer}
-    if teacher is None and source.recipe is not None:
-        kwargs = teacher_kwargs(source.recipe.data, source.recipe.teacher)
-        tokenizers["teacher"] = with_template_kwargs(tokenizer, kwargs)
+        student, tokenizers["student"] = load_target(source)
+        if teacher is not None or with_teacher:
+            models["teacher"] = load_teacher_of(source, teacher, command="generate")
+            tokenizers["teacher"] = teacher_tokenizer(source, teacher, tokenizers["student"])
     return {**models, "student": student}, tokenizers
 
 

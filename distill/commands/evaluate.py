@@ -111,9 +111,12 @@ def evaluate(
         packing = all(isolates_documents(model) for model in (student, large))
         if by_spans:
             assert found.recipe is not None
-            readers = readers_of(own, tokenizer, found.recipe.data)
+            kwargs = targets.teacher_kwargs_of(found, teacher)
+            readers = readers_of(own, tokenizer, found.recipe.data, kwargs)
             look = functools.partial(evaluate_spans, shared=compare_by_bytes(*readers).shared)
-            rows = targets.held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
+            rows = targets.held_out_rows(
+                found, data, own, max_rows, max_length, tokenizer, teacher_kwargs=kwargs, packing=packing
+            )
         else:
             heads = [model.get_output_embeddings().weight.shape[0] for model in (large, student)]
             columns = compare_vocabularies(tokenizer, own, *heads).require()
@@ -171,25 +174,33 @@ def _run_tasks(
     as_json: bool,
 ) -> None:
     from distill.evaluation import targets
-    from distill.evaluation.tasks import check_tasks, run_tasks
+    from distill.evaluation.tasks import chat_variables, check_tasks, run_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = targets.find_target(target)
-    compares = teacher is not None or targets.has_teacher(found)
+    missing = None if teacher is not None else targets.missing_teacher(found, "eval --tasks")
+    if missing is not None and found.recipe is not None:
+        console.print_error(f"without the teacher: {missing}")
+    compares = missing is None
     if compares and targets.needs_sharding(found, teacher, launch.visible_gpus(), batch_size):
         raise ValueError(
             "parallel.teacher: expected an unsharded teacher for tasks, got a sharded one; if it fits one GPU, set "
             "CUDA_VISIBLE_DEVICES=0"
         )
     found_tasks = check_tasks(names, folder)
+    own = targets.tokenizer_of(found)
+    tokenizers = {"student": own, "before": own}
+    if compares:
+        tokenizers["teacher"] = targets.teacher_tokenizer(found, teacher, own)
+    if chat:
+        chat_variables(tokenizers)  # refused before models are loaded
     with console.spinner("loading models"):
-        student, tokenizer = targets.load_target(found)
-        models = {"student": student}
+        models = {"student": targets.load_target(found)[0]}
         if before is not None:
             models["before"], _ = targets.load_target(targets.find_target(before))
         if compares:
-            models["teacher"] = targets.load_teacher_of(found, teacher)
-    scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
+            models["teacher"] = targets.load_teacher_of(found, teacher, command="eval --tasks")
+    scores = run_tasks(models, tokenizers, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
         print_json(scores)
         return

@@ -26,7 +26,7 @@ from accelerate import PartialState
 
 from distill.core import console
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
-from distill.data.chat import template_of
+from distill.data.chat import ChatTemplate, template_of
 from distill.data.sampled_rows import (
     COMPLETION_IDS,
     ENDED,
@@ -52,9 +52,11 @@ from distill.models.patch.patching import patch
 from distill.planning.cache_memory import shards_for_queries
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
+from distill.recipe.teachers import written_teachers
 from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.backends.stored.maker import maker_section
 from distill.teachers.registry import source_of
+from distill.teachers.rows.retokenised.vocabularies import teacher_template
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +130,7 @@ def sample(
     own = who == "student" and recipe.student.has_tokenizer
     answering = recipe.student if own else source_of(recipe).tokenizer_section()
     tokenizer = load_tokenizer(answering, "student" if own else "teacher")
-    kwargs = recipe.teacher.chat_template_kwargs if who == "teacher" else None
-    template = template_of(recipe.data, tokenizer, kwargs=kwargs, field="data" if kwargs is None else "teacher")
+    template = _template(recipe, tokenizer, who)
     longest = _positions(recipe, who)
     most = settings.max_new_tokens
     batch_size = settings.batch_size
@@ -199,6 +200,17 @@ def sample(
             console.advance(len(group))
     result.seconds = time.perf_counter() - start
     return result
+
+
+def _template(recipe: Recipe, tokenizer: Any, who: str) -> ChatTemplate | None:
+    """Return the template of the model's prompts, with the variables that a run renders them with."""
+    if who == "student":
+        return template_of(recipe.data, tokenizer)
+    # of several teachers that generate together, all have the same variables
+    kwargs = written_teachers(recipe)[0].chat_template_kwargs
+    if recipe.student.vocabulary == "cross":
+        return teacher_template(recipe.data, tokenizer, kwargs)
+    return template_of(recipe.data, tokenizer, kwargs=kwargs, field="data" if kwargs is None else "teacher")
 
 
 def _seed(seed: int, number: int) -> int:

@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.core.folders import RECIPE_FILE, RUNS
+from distill.data.chat import load_template, template_kwargs_of, with_template_kwargs
 from distill.data.load import columns_of, load_data
+from distill.data.sampled_rows import vocabulary_hash
 from distill.data.sources import open_source
 from distill.models.adapters import base_of, load_and_merge
 from distill.models.loading import load_student, load_teacher, load_tokenizer
@@ -26,6 +28,7 @@ from distill.recipe import (
     load,
 )
 from distill.recipe.compatibility import require_command
+from distill.recipe.teachers import teacher_kwargs
 from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.registry import measure_of, source_of
@@ -121,6 +124,28 @@ def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
     return source_of(target.recipe).tokenizer_section()
 
 
+def teacher_kwargs_of(target: Target, teacher: str | None) -> dict[str, Any] | None:
+    """Return `teacher.chat_template_kwargs` of the target's recipe; None without, or where another teacher is named."""
+    return target.recipe.teacher.chat_template_kwargs if target.recipe is not None and teacher is None else None
+
+
+def teacher_tokenizer(
+    target: Target, teacher: str | None, student_tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the teacher's prompts.
+
+    It is the student's, with the teacher's variables of the chat template; a teacher of other tokens has its own.
+    """
+    if teacher is not None:
+        own = load_tokenizer(LocalTeacherConfig(model=teacher), "teacher")
+        return student_tokenizer if vocabulary_hash(own) == vocabulary_hash(student_tokenizer) else own
+    if target.recipe is None:
+        return student_tokenizer
+    if target.recipe.student.vocabulary == "cross":
+        return source_of(target.recipe).vocabulary().teacher_tokenizer
+    return with_template_kwargs(student_tokenizer, teacher_kwargs(target.recipe.data, target.recipe.teacher))
+
+
 def target_measure(target: Target, teacher: str | None) -> DivergenceUnit:
     """Return the divergence that compares student and teacher; the teacher of a cache is loaded here."""
     if target.recipe is None:
@@ -155,13 +180,13 @@ def needs_sharding(target: Target, teacher: str | None, processes: int, batch_si
     return shards_for_queries(recipe, default_device(), processes, batch_size=batch_size)
 
 
-def has_teacher(target: Target) -> bool:
-    """Return whether `load_teacher_of` works without a name."""
+def missing_teacher(target: Target, command: str) -> str | None:
+    """Return why `load_teacher_of` needs a name for a command; None where it does not."""
     try:
-        teacher_section(target, None)
-    except ValueError:
-        return False
-    return True
+        teacher_section(target, None, command)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def held_out_rows(
@@ -172,11 +197,13 @@ def held_out_rows(
     max_length: int,
     teacher_tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    teacher_kwargs: Mapping[str, Any] | None = None,
     packing: bool = True,
 ) -> Sequence[Any]:
     """Return the run's held-out rows, or up to `max_rows` texts or chats of `data`, tokenised as in the run.
 
-    With `teacher_tokenizer` the rows hold both tokenisations. Without `packing` each text has its own row, even if the
+    With `teacher_tokenizer` the rows hold both tokenisations, with `teacher_kwargs` in place of the data's variables of
+    the teacher's chat template. Without `packing` each text has its own row, even if the
     run packed them: the evaluated models may lack attention that separates packed documents.
 
     Raises:
@@ -186,11 +213,16 @@ def held_out_rows(
     def read(section: Data, seed: int) -> Sequence[Any]:
         if teacher_tokenizer is None:
             return load_data(section, tokenizer, seed=seed).validation
-        return load_cross_data(section, tokenizer, teacher_tokenizer, seed=seed).validation
+        splits = load_cross_data(section, tokenizer, teacher_tokenizer, seed=seed, teacher_kwargs=teacher_kwargs)
+        return splits.validation
 
     if data is not None:
         held_out = Validation(fraction=0.999, max_rows=max_rows)
-        own: dict[str, Any] = {} if target.recipe is None else _as_read_by(target.recipe.data, data)
+        own: dict[str, Any] = (
+            _as_saved_with(tokenizer_of(target), tokenizer)
+            if target.recipe is None
+            else _as_read_by(target.recipe.data, data)
+        )
         own |= {"validation": held_out, "packing": packing, "max_length": max_length}
         return read(Data(source=data, cache=False, **own), 0)
     if target.recipe is None:
@@ -212,6 +244,14 @@ def calibration_rows(
     if target.recipe is None:
         raise ValueError("--data: required for a model; only a run has training rows")
     return load_data(target.recipe.data, tokenizer, seed=target.recipe.train.seed).train
+
+
+def _as_saved_with(saved: PreTrainedTokenizerBase, rendering: PreTrainedTokenizerBase) -> dict[str, dict[str, Any]]:
+    """Return the variables that a student was saved with, as far as the template that renders the rows reads them."""
+    kwargs = template_kwargs_of(saved)
+    template = load_template("tokenizer", rendering)
+    unread = list(kwargs) if template is None else template.unread(kwargs)
+    return {"chat_template_kwargs": {name: value for name, value in kwargs.items() if name not in unread}}
 
 
 def _as_read_by(section: Data, source: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness (package `lm_eval`, an optional extra) on loaded models.
 
-    scores = run_tasks({"student": student, "teacher": teacher}, tokenizer, check_tasks(["hellaswag"]))
+    models = {"student": student, "teacher": teacher}
+    scores = run_tasks(models, dict.fromkeys(models, tokenizer), check_tasks(["hellaswag"]))
     scores[0].of["student"]          # Score(value, error)
 
 The harness's own tasks, prompts, metrics and standard errors are used, so scores are comparable with published ones.
@@ -66,9 +67,30 @@ def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Tasks:
     return Tasks(list(manager.match_tasks(list(tasks))), manager)
 
 
+def chat_variables(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the harness's arguments for the variables that each tokenizer renders its chat template with.
+
+    Raises:
+        ValueError: There are some, and the installed harness does not take them.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    arguments: dict[str, dict[str, Any]] = {}
+    for name, tokenizer in tokenizers.items():
+        kwargs = template_kwargs_of(tokenizer)
+        arguments[name] = {"chat_template_args": kwargs} if kwargs else {}
+        missing = arguments[name].keys() - inspect.signature(HFLM).parameters.keys()
+        if missing:
+            raise ValueError(
+                f"--chat: the chat template of the {name} has variables of its own ({', '.join(kwargs)}), and this "
+                f"lm-evaluation-harness has no {missing.pop()}; expected a later one: pip install -U lm-eval"
+            )
+    return arguments
+
+
 def run_tasks(
     models: Mapping[str, Any],
-    tokenizer: Any,
+    tokenizers: Mapping[str, Any],
     tasks: Tasks,
     *,
     limit: int | None = None,
@@ -78,21 +100,15 @@ def run_tasks(
     """Return every metric of `tasks` for every model.
 
     Args:
-        models: Causal language models by name, all with this tokenizer; set to eval mode.
+        models: Causal language models by name; set to eval mode.
+        tokenizers: Tokenizer of each model.
         tasks: Tasks from `check_tasks`.
-        chat: Apply the tokenizer's chat template to prompts, with the variables that it is saved with.
+        chat: Apply each tokenizer's chat template to prompts, with the variables that it is saved with.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    kwargs = template_kwargs_of(tokenizer)
-    variables: dict[str, Any] = {"chat_template_args": kwargs} if chat and kwargs else {}
-    missing = variables.keys() - inspect.signature(HFLM).parameters.keys()
-    if missing:
-        raise ValueError(
-            f"--chat: the tokenizer's chat template has variables of its own ({', '.join(kwargs)}), and this "
-            f"lm-evaluation-harness has no {missing.pop()}; expected a later one: pip install -U lm-eval"
-        )
+    arguments = chat_variables(tokenizers) if chat else {}
     scores: dict[tuple[str, str], dict[str, TaskMetric]] = {}
     for name, model in models.items():
         # generation tasks need the cache
@@ -100,7 +116,12 @@ def run_tasks(
         model.config.use_cache = True
         try:
             answer = simple_evaluate(
-                HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size, **variables),
+                HFLM(
+                    pretrained=model.eval(),
+                    tokenizer=tokenizers[name],
+                    batch_size=batch_size,
+                    **arguments.get(name, {}),
+                ),
                 tasks=tasks.names,
                 task_manager=tasks.manager,
                 limit=limit,

@@ -103,9 +103,8 @@ def _context_without_prompts(recipe: Sections) -> str | None:
         route = getattr(teacher, "route", None)
         prompt = teacher_prompt(recipe.data, teacher)
         parts = [part for part in recipe.data.parts if prompt is not None and part.teacher in (None, route)]
-        found = next((part.data.format for part in parts if part.data.format in ("text", "prompts")), None)
-        if found:
-            return f"data.format: {found}"
+        if any(part.data.format == "text" for part in parts):
+            return "data.format: text"
     return None
 
 
@@ -121,7 +120,7 @@ def _contexts_of_a_route(recipe: Sections) -> str | None:
 
 PROPERTIES: dict[str, Property] = {
     "prompts for the context": Property(
-        "prompts with answers", _context_without_prompts, "give chats, or prompts with completions"
+        "prompts", _context_without_prompts, "give chats, prompts with completions, or prompts alone"
     ),
     "one context a route": Property(
         "one context for the teachers of a route", _contexts_of_a_route, "give them the same, or routes of their own"
@@ -177,6 +176,12 @@ PROPERTIES: dict[str, Property] = {
     "student's prompts": Property(
         "a teacher that reads the student's prompts",
         _other_prompts,
+        "leave teacher.context and teacher.chat_template_kwargs out",
+    ),
+    # rows of two tokenizers hold the teacher's prompt beside the student's
+    "student's prompts or tokens of its own": Property(
+        "a teacher that reads the student's prompts",
+        lambda recipe: None if recipe.student.vocabulary == "cross" else _other_prompts(recipe),
         "leave teacher.context and teacher.chat_template_kwargs out",
     ),
     "student's messages": Property(
@@ -432,7 +437,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "cache": ("one teacher", "a model", "frozen weights"),
     "sample --from teacher": ("one teacher for all rows", "weights", "student's messages"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
-    "eval": ("one teacher", "student's prompts"),
+    "eval": ("one teacher", "student's prompts or tokens of its own", "student's messages"),
+    "eval --tasks": ("one teacher", "student's messages"),
     "bench": ("weights",),
     "generate": ("one teacher", "student's messages"),
 }
@@ -468,6 +474,6 @@ def require_command(recipe: Sections, command: str) -> None:
     Raises:
         ValueError: names the command, what it requires and what the recipe gives.
     """
-    way_out = "; or name a teacher by --teacher" if command in ("eval", "generate") else ""
+    way_out = "; or name a teacher by --teacher" if command in ("eval", "eval --tasks", "generate") else ""
     for message in lacking(recipe, f"distill {command}", COMMANDS[command]):
         raise ValueError(message + way_out)

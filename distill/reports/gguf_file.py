@@ -18,6 +18,7 @@ with those of the student with the file's weights, so that shapes, rope and norm
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_path
+from distill.data.chat import template_kwargs_of
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
 from distill.models.load.source import ModelFiles, tokenizer_place
@@ -38,6 +40,7 @@ from distill.recipe.quantise import GGUF_FILES, Quantise
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
 FORMAT_OF = {type: form for form, type in GGUF_FILES.items()}  # type of a file -> format of student.quantise
+DEFAULT = "default"  # name of the template that is taken where none is asked for
 TYPES = ("f32", "f16", "bf16", *FORMAT_OF)
 # largest error of a tensor relative to its norm
 ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2, "q6_k": 0.04, "q5_0": 0.08, "q4_0": 0.16}
@@ -149,11 +152,14 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     nfc = _normalises(tokenizer)
     unread = _unread_settings(model.config)
     notes = {
-        f"transformers ignores the file's {' and '.join(unread)}: load it with config=AutoConfig of the folder": unread,
+        f"transformers ignores the file's {' and '.join(unread)}: load it with config=AutoConfig of the folder": bool(
+            unread
+        ),
         # measured with SmolLM2: 2.0e-3 nats from the weights, 7.0e-3 as llama.cpp computes
         "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type in FORMAT_OF,
         "llama.cpp does not normalise text to NFC, as this tokenizer does: decomposed characters get other tokens": nfc,
     }
+    notes |= _template_notes(tokenizer)
     note = "; ".join(text for text, holds in notes.items() if holds)
     return ExportSummary(str(destination), destination.stat().st_size, type, kl, note, trained is not None)
 
@@ -191,7 +197,7 @@ def gguf_faults(config: Any, tokenizer: object) -> list[str]:
             split_name(json.loads(backend.to_str()))
         except RecipeError as error:
             faults += error.faults
-    return faults
+    return faults + _template_faults(tokenizer)
 
 
 def _unread_parts(config: Any) -> list[str]:
@@ -274,6 +280,7 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Ten
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
+    import gguf
     from gguf import TokenType
 
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -303,8 +310,56 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, rows: int) -
             getattr(writer, f"add_{name}_token_id")(number)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    for key, text in chat_templates(tokenizer).items():
+        writer.add_string(key, text)
+    named = [_name_in_file(name) for name in _named_templates(tokenizer) if name != DEFAULT]
+    if named:
+        writer.add_array(gguf.Keys.Tokenizer.CHAT_TEMPLATES, sorted(named))
+
+
+def chat_templates(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """Return a tokenizer's chat templates by the file's keys: the default one, and `tokenizer.chat_template.NAME`."""
+    import gguf
+
+    keys = gguf.Keys.Tokenizer
+    return {
+        keys.CHAT_TEMPLATE if name == DEFAULT else keys.CHAT_TEMPLATE_N.format(name=_name_in_file(name)): text
+        for name, text in _named_templates(tokenizer).items()
+    }
+
+
+def _named_templates(tokenizer: Any) -> dict[str, str]:
+    """Return a tokenizer's chat templates by name, wherever its folder keeps them; a single one is the default."""
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    return {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+
+
+def _name_in_file(name: str) -> str:
+    """Return a template's name as llama.cpp's converter writes it: of ASCII letters, digits and underscores."""
+    return re.sub(r"[^A-Za-z0-9]", "_", name)
+
+
+def _template_faults(tokenizer: object) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for name in _named_templates(tokenizer):
+        names.setdefault(_name_in_file(name), []).append(name)
+    return [
+        f"chat templates called {' and '.join(same)}, which have one name ({name}) in the format"
+        for name, same in names.items()
+        if len(same) > 1
+    ]
+
+
+def _template_notes(tokenizer: Any) -> dict[str, bool]:
+    """Return what users of the file have to know about its chat templates, and whether it holds."""
+    names = _named_templates(tokenizer)
+    kwargs = template_kwargs_of(tokenizer)
+    return {
+        f"its chat templates are {', '.join(names)} and none is called default: llama.cpp takes ChatML unless one is "
+        "given by --chat-template-file": bool(names) and DEFAULT not in names,
+        "a GGUF file has no place for the variables that the student's prompts were rendered with: give llama.cpp "
+        f"--chat-template-kwargs '{json.dumps(kwargs)}'": bool(kwargs),
+    }
 
 
 def split_name(spec: dict[str, Any]) -> str:

@@ -119,7 +119,7 @@ def test_the_real_harness_on_a_task_of_ones_own(folder):
     )
     tokenizer = tiny_tokenizer()
     models = {"one": tiny_model(tokenizer, seed=2), "two": tiny_model(tokenizer, seed=3)}
-    (row,) = run_tasks(models, tokenizer, check_tasks(["sums"], Path("tasks")))
+    (row,) = run_tasks(models, dict.fromkeys(models, tokenizer), check_tasks(["sums"], Path("tasks")))
     assert (row.task, row.metric) == ("sums", "acc") and not math.isnan(row.of["one"].error)
 
     def likelihood(model, text, answer):

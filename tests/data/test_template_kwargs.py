@@ -235,6 +235,44 @@ def test_with_a_context_as_well_and_in_several_turns(models, tmp_path):
         assert text.endswith(f"assistant\n<none>\n{trained}") and other.endswith(f"assistant\n{trained}")
 
 
+@pytest.mark.parametrize("place", [None, "system", "before", "after"])
+@pytest.mark.parametrize("as_chats", [False, True])
+def test_prompts_alone_have_a_prompt_of_the_teachers_own(models, tmp_path, place, as_chats):
+    """In place of a response both prompts have the end of a text, which the student's rollout replaces."""
+    earlier = [{"role": "assistant", "content": "Yes?"}]
+    rows = [
+        {"messages": [*earlier, {"role": "user", "content": f"What is {n}?"}], "secret": f"It is certainly {n} here."}
+        if as_chats
+        else {"prompt": f"What is {n}?", "secret": f"It is certainly {n} here."}
+        for n in range(4)
+    ]
+    context = "" if place is None else f", context: {{template: '{{secret}}', place: {place}}}"
+    recipe = recipe_of(
+        models,
+        f"model: {models / 'teacher'}, chat_template_kwargs: {{enable_thinking: true}}{context}",
+        f"data.source={write(tmp_path / 'prompts.jsonl', rows)}",
+        f"data.validation={{source: {models / 'chat.jsonl'}}}",
+        "data.format=prompts",
+        "data.on_policy={fraction: 1.0, max_new_tokens: 4}",
+    )
+    vocabulary = source_of(recipe).vocabulary()
+    splits = vocabulary.read(recipe.data, 0)
+    own = documents_of_rows(splits._replace(validation=[]), vocabulary.tokenizer)
+    others = documents_of_rows(splits._replace(validation=[]), vocabulary.tokenizer, "teacher_")
+    assert len(own) == len(others) == 4
+    for (text, trained), (other, _) in zip(own, others, strict=True):
+        assert trained == "<|end|>" and text.endswith("assistant\n<none>\n<|end|>") and "certainly" not in text
+        number = text.partition("What is ")[2][0]
+        question, secret = f"What is {number}?", f"It is certainly {number} here."
+        wanted = {
+            None: text,
+            "system": f"<|start|>system\n{secret}<|end|>\n{text}",
+            "before": text.replace(question, f"{secret}\n\n{question}"),
+            "after": text.replace(question, f"{question}\n\n{secret}"),
+        }[place]
+        assert other == wanted.replace("<none>\n", "")
+
+
 def test_variables_that_the_template_does_not_read_are_refused_for_the_teacher_too(models):
     recipe = recipe_of(models, f"model: {models / 'teacher'}, chat_template_kwargs: {{thinkin: true}}")
     with pytest.raises(ValueError, match=r"^teacher\.chat_template_kwargs: expected variables .* got thinkin$"):

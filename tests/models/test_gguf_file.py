@@ -250,3 +250,72 @@ def test_the_command_writes_the_file_next_to_the_folder(tmp_path, monkeypatch, c
     assert "wrote out2/out2-f32.gguf" in capsys.readouterr().out
     assert run_command(["export", "mine", "-o", "out3", "--gguf", "q4"]) == 2
     assert "--gguf: expected one of f32" in capsys.readouterr().err and not Path("out3").exists()
+
+
+DEFAULT, TOOL_USE = "{{ messages[0].content }}", "{{ tools }}{{ messages[0].content }}"
+
+
+def keep_as_list(folder: Path) -> None:
+    """Write the named templates as older tokenizers have them: a list in tokenizer_config.json."""
+    found = AutoTokenizer.from_pretrained(folder).chat_template
+    templates = {"default": found} if isinstance(found, str) else found
+    for path in [folder / "chat_template.jinja", *(folder / "additional_chat_templates").glob("*")]:
+        path.unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    listed = [{"name": name, "template": text} for name, text in templates.items()]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": listed}))
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize(
+    "templates, default, named",
+    [
+        (DEFAULT, DEFAULT, {}),
+        ({"default": DEFAULT}, DEFAULT, {}),
+        ({"default": DEFAULT, "tool_use": TOOL_USE, "rag-2": "r"}, DEFAULT, {"tool_use": TOOL_USE, "rag_2": "r"}),
+        ({"tool_use": TOOL_USE}, None, {"tool_use": TOOL_USE}),
+    ],
+)
+def test_named_chat_templates_are_written_as_llama_cpps_converter_does(templates, default, named, as_list, tmp_path):
+    import gguf
+
+    folder = saved(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = templates
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder)
+    if isinstance(templates, dict):
+        assert as_list or set(templates) == {"default"} or (folder / "additional_chat_templates").is_dir()
+        if as_list:
+            keep_as_list(folder)
+    written = write_gguf(folder, tmp_path / "m.gguf", "f32")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    found = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.chat_template")}
+    expected = {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
+    expected |= {"tokenizer.chat_template": default} if default else {}
+    expected |= {"tokenizer.chat_templates": sorted(named)} if named else {}
+    assert found == expected
+    assert ("llama.cpp takes ChatML" in written.note) == (default is None)
+    # gguf-py's own writer, which llama.cpp's converter calls, writes the same
+    other = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    listed = templates if isinstance(templates, str) else [{"name": n, "template": t} for n, t in templates.items()]
+    other.add_chat_template(listed)
+    theirs = {key: value.value for data in other.kv_data for key, value in data.items() if "chat_template" in key}
+    if "tokenizer.chat_templates" in theirs:
+        theirs["tokenizer.chat_templates"] = sorted(theirs["tokenizer.chat_templates"])
+    assert theirs == found
+
+
+def test_templates_of_one_name_in_the_format_are_refused_and_variables_are_named(tmp_path):
+    from distill.data.chat import with_template_kwargs
+
+    folder = saved(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": DEFAULT, "tool-use": TOOL_USE, "tool_use": TOOL_USE}
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="chat templates called tool-use and tool_use, which have one name"):
+        write_gguf(folder, tmp_path / "m.gguf", "f32")
+    folder = saved(tmp_path / "n")
+    with_template_kwargs(AutoTokenizer.from_pretrained(folder), {"enable_thinking": False}).save_pretrained(folder)
+    written = write_gguf(folder, tmp_path / "n.gguf", "f32")
+    assert """--chat-template-kwargs '{"enable_thinking": false}'""" in written.note

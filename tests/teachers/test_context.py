@@ -345,7 +345,7 @@ def test_recipes_with_a_context():
 
 
 def test_running_text_has_no_answers(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"teacher\.context: expected prompts with responses"):
+    with pytest.raises(ValueError, match=r"teacher\.context: expected prompts, with responses or without, got text"):
         data_of(tmp_path, [{"text": "Some text."}] * 3, monkeypatch, "{template: Calm.}")
 
 

@@ -377,7 +377,7 @@ def test_check_counts_what_each_model_reads(place):
         (
             [f"model: a, {CONTEXT}, route: a"],
             "data.format=text",
-            "teacher.context: requires prompts with answers; got data.format: text",
+            "teacher.context: requires prompts; got data.format: text",
         ),
         (
             [f"type: student, {CONTEXT}, ema: 0.9, route: a"],

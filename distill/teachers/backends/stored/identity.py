@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.chat import template_of
+from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
 from distill.recipe import Recipe
 from distill.teachers.backends.stored.format import Plan
@@ -20,7 +20,8 @@ def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> di
     """Return hashes of the tokenizer and the chat template that the data are made with; None where there is none."""
     if tokenizer is None:
         return {"tokenizer": None, "template": None}
-    template = template_of(recipe.data, tokenizer)
+    # variables that the template of another family's teacher does not read are those of the student's template alone
+    template = load_template(recipe.data.chat_template, tokenizer, kwargs=recipe.data.chat_template_kwargs)
     text = None if template is None else hashlib.sha256(template.definition.encode()).hexdigest()
     return {"tokenizer": tokenizer_hash(tokenizer), "template": text}
 

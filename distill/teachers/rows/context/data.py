@@ -64,12 +64,12 @@ class ContextEncoder(Encoder):
         """Return this encoder, with the teacher's prompts set.
 
         Raises:
-            ValueError: the rows are running text.
+            ValueError: the rows are running text, or prompts that a run has rendered and stored.
         """
-        if self.format.kind in ("text", "prompts"):
+        if self.format.kind == "text" or "rendered" in self.format.columns:
             raise ValueError(
-                f"teacher.{'context' if prompt.context else 'chat_template_kwargs'}: expected prompts with responses, "
-                f"got {self.format} data; use chats, or prompts with completions"
+                f"teacher.{'context' if prompt.context else 'chat_template_kwargs'}: expected prompts, with responses "
+                f"or without, got {self.format} data; use chats, prompts with completions, or prompts alone"
             )
         self.prompt = prompt
         self.teacher_template = self.template and self.template.with_kwargs(prompt.chat_template_kwargs)
@@ -231,9 +231,11 @@ class ContextEncoder(Encoder):
             after = f"{prompt.rstrip()}\n\n{text}{joint}"
             return sample._replace(prompt=after if place == "after" else f"{text}\n\n{prompt}")
         roles = [message["role"] for message in sample.messages]
-        turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= sample.first_trained]
-        assert turns, "held by the student's reading"
-        first = turns[-1] if self.options.train_on == "last" else turns[0]
+        first = len(roles)
+        if self.format.kind != "prompts":  # whose response follows the last message
+            turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= sample.first_trained]
+            assert turns, "held by the student's reading"
+            first = turns[-1] if self.options.train_on == "last" else turns[0]
         holders = ("system", "developer") if place == "system" else ("user",)
         at = [turn for turn in range(first) if roles[turn] in holders]
         messages = list(sample.messages)

@@ -213,6 +213,10 @@ class PairEncoder(RowEncoder):
         self.max_length = max_length
         self.options = options
         self.ends = [[student.end], [teacher.end]] if None not in (student.end, teacher.end) else [[], []]
+        templates = [side.template for side in self.sides if side.template is not None]
+        # whether both templates have the same variables: by others, the teacher's turn may begin with a thought, empty
+        # or not, that the student's lacks
+        self.rendered_alike = len(templates) < 2 or templates[0].kwargs == templates[1].kwargs
 
     def settings(self) -> list[object]:
         templates = [side.template and side.template.settings() for side in self.sides]
@@ -349,7 +353,10 @@ class PairEncoder(RowEncoder):
 
     def _chat(self, sample: ConversationSample, tally: RowCounts) -> list[TokenizedPair]:
         """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
-        made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
+        options = self.options
+        if not self.rendered_alike and options.train_on != "last":
+            options = options._replace(train_on="each")
+        made = [side.chat(sample, options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
             # A template that renders earlier turns differently makes one example for each turn. The other side has to
             # do so too: the n-th examples of both are compared.
@@ -371,6 +378,7 @@ class PairEncoder(RowEncoder):
         for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
             ended = not (sample.truncated and own.turns[-1] == last)
             try:
+                other = other if self.rendered_alike else self._after_prompt(own, other)
                 pairs.append(self._example(own, other, tally, ended=ended)._replace(origin=origin))
             except RowFault as fault:
                 faults.append(fault)
@@ -378,6 +386,25 @@ class PairEncoder(RowEncoder):
             raise faults[0]
         tally.left_out += len(student.examples) - len(pairs)
         return pairs
+
+    def _after_prompt(self, example: RenderedChat, other: RenderedChat) -> RenderedChat:
+        """Return the teacher's example with the student's answer right after the teacher's prompt.
+
+        Args:
+            example: The student's example of a turn.
+            other: The teacher's, whose turn may have a thought before the answer, which the student's lacks.
+        """
+        parts = self.sides[0].parts(example)
+        other_parts = self.sides[1].parts(other)
+        if len(parts) != 1 or len(other_parts) != 1:
+            return other
+        answer = example.text[parts[0].start : parts[0].stop]
+        ((start, stop),) = other.spans
+        begin, end, _ = other_parts[0]
+        if not other.text[begin:end].endswith(answer):
+            return other  # another text, for which the row is dropped
+        text = other.text[:begin] + answer + other.text[end:]
+        return RenderedChat(text, [(start, stop - (end - begin - len(answer)))], other.turns)
 
     def _example(
         self, example: RenderedChat, other_example: RenderedChat, tally: RowCounts, *, ended: bool

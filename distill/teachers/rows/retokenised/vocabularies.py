@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.chat import load_template, template_of
+from distill.data.chat import ChatTemplate, load_template, template_of
 from distill.recipe import Data
 from distill.teachers.rows.retokenised.alignment import Shared, shared_tokens
 from distill.teachers.rows.retokenised.encode import TokenisedReader, end_pairs
@@ -46,6 +46,25 @@ def compare_by_bytes(student: TokenisedReader, teacher: TokenisedReader) -> Voca
     )
 
 
+def teacher_template(
+    data: Data, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
+) -> ChatTemplate | None:
+    """Return the chat template that renders the rows of a teacher with a tokenizer of its own.
+
+    Args:
+        data: The recipe's `data` section.
+        tokenizer: Tokenizer of the teacher.
+        kwargs: `teacher.chat_template_kwargs`; None for those of the data, of which the template may not read all.
+
+    Raises:
+        ValueError: An invalid template, or one that does not read a variable of the teacher's own.
+    """
+    name = "the teacher's chat template"
+    if kwargs is None:
+        return load_template(data.chat_template, tokenizer, name, data.chat_template_kwargs)
+    return template_of(data, tokenizer, name, kwargs=kwargs, field="teacher")
+
+
 def readers_of(
     student_tokenizer: PreTrainedTokenizerBase,
     teacher_tokenizer: PreTrainedTokenizerBase,
@@ -64,11 +83,7 @@ def readers_of(
         ValueError: a tokenizer whose tokens are not bytes, or an invalid template.
     """
     student = template_of(data, student_tokenizer, "the student's chat template")
-    name = "the teacher's chat template"
-    if teacher_kwargs is None:
-        teacher = load_template(data.chat_template, teacher_tokenizer, name, data.chat_template_kwargs)
-    else:
-        teacher = template_of(data, teacher_tokenizer, name, kwargs=teacher_kwargs, field="teacher")
+    teacher = teacher_template(data, teacher_tokenizer, teacher_kwargs)
     return TokenisedReader(student_tokenizer, student, "student.model"), TokenisedReader(
         teacher_tokenizer, teacher, "teacher.model"
     )
