@@ -104,7 +104,6 @@ LONGEST = (
     "test_new_divergence.py",
     "test_launched_server.py",
     "test_online_cache.py",
-    "test_bench_elsewhere.py",
     "test_locking.py",
     "test_path_sweep.py",
     "test_resume_smaller.py",
