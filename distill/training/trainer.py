@@ -137,9 +137,7 @@ class DistillationTrainer(TransformersCompat):
         # The targets go into the student's forward with its inputs: the loss is computed at the student's head, chunk
         # by chunk, so that the logits of a batch never exist together.
         with self.listeners.phase("teacher"):
-            student_inputs = self.objective.student_inputs(
-                inputs, num_items_in_batch, weighted=model.training, weight_sum=self._weight_sum
-            )
+            student_inputs = self.objective.student_inputs(inputs, num_items_in_batch, weight_sum=self._weight_sum)
         output = model(**student_inputs)
         if model.training:
             step_inputs = student_inputs["step_inputs"].value
