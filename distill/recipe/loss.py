@@ -298,7 +298,13 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: Annotated[NotNegative, Usual(1e-6, 1e-2)] = 0.0
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
-    token_weights: Annotated[TokenWeights | None, BeforeValidator(_function_alone)] = None
+    token_weights: Annotated[
+        TokenWeights | None,
+        BeforeValidator(
+            _function_alone,
+            json_schema_input_type=TokenWeights | Annotated[str, Field(pattern=FUNCTION)] | None,
+        ),
+    ] = None
     schedule: list[Schedule] = Field(default_factory=list)
     plugin: PluginFile | None = None
 
