@@ -203,7 +203,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
         _adapted(student, recipe),
         teacher,
         [],
-        loss.model_copy(update={"schedule": [], "token_weights": None}),
+        loss.unweighted.model_copy(update={"schedule": []}),
         pair.vocab_size,
         describe_teacher(recipe).weights,
         vocabulary.tokenizers(),

@@ -430,6 +430,11 @@ class Loss(Section):
         return self.token_weights is not None and self.token_weights.function is not None
 
     @property
+    def unweighted(self) -> Loss:
+        """The loss with equal token weights, for what is checked or timed without the run's code."""
+        return self.model_copy(update={"token_weights": None})
+
+    @property
     def reads_layers(self) -> bool:
         """Return whether an active term compares layers of both models."""
         return self.has(*LAYERED)
