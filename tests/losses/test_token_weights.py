@@ -144,6 +144,11 @@ def test_every_teachers_loss_is_the_weighted_mean(name, form, subject_of, withou
         loss, expected, tokens, total = stored_reference(subject, form, without)
     else:
         loss, expected, tokens, total = weighted_reference(subject, form)
+    require_weighted_mean(subject, form, output, gradients, (loss, expected, tokens, total))
+
+
+def require_weighted_mean(subject, form, output, gradients, reference):
+    loss, expected, tokens, total = reference
     scale = tokens / total if form.get("normalise") == "mean" else 1.0
     bound = max(subject.tolerance, 1e-5)
     assert output["loss"].item() == pytest.approx(scale * loss, rel=bound)
@@ -155,6 +160,30 @@ def test_every_teachers_loss_is_the_weighted_mean(name, form, subject_of, withou
     unweighted = subject.reference_loss()[0].item()
     assert abs(unweighted - scale * loss) > 1e-3 * abs(unweighted)  # weights that do nothing would not be seen
     subject.student.zero_grad(set_to_none=True)
+
+
+POLICY = {"type": "policy_gradient", "discount": 0.5}
+TERMS = {
+    "discounted policy gradient": ("answering", [POLICY, {"type": "jsd", "weight": 0.3}]),
+    "sampled tail": ("answering", [{"type": "top_k_reverse_kl", "k": 8, "tail": "sampled"}]),
+    "hidden states": (
+        "one",
+        [{"type": "forward_kl"}, {"type": "hidden_state", "projection": "learned"}],
+    ),
+    "attention": ("one", [{"type": "forward_kl"}, {"type": "attention_relation", "weight": 3.0}]),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_beside_the_fused_ones_are_weighted(name, subject_of, without):
+    kind, terms = TERMS[name]
+    form = {"gamma": 0.6, "window": [0, 5]}
+    subject = replace(subject_of(kind), loss=Loss.model_validate({"terms": terms}))
+    output, gradients = our_loss(subject, form)
+    # a discounted advantage is of later labels, which must not be masked
+    layers = subject.loss.reads_layers
+    reference = weighted_reference(subject, form) if layers else stored_reference(subject, form, without)
+    require_weighted_mean(subject, form, output, gradients, reference)
 
 
 MEAN = {"gamma": 0.8, "window": [0, 4], "normalise": "mean"}
