@@ -118,7 +118,8 @@ def run(
         resume: Continue the run in that folder from its last complete checkpoint; "unverified": also from one without
             a manifest.
         lock: Path of a lock.yaml; the run is refused if anything differs from it.
-        plugin: File of loss functions that the recipe was resolved with; its code is run.
+        plugin: File of loss functions, token weights, rewards or an environment that the recipe was resolved with; its
+            code is run.
 
     Raises:
         ValueError: Invalid user input, one line per error; nothing has been written then.
@@ -210,7 +211,7 @@ class Run:
         recipe: Recipe of the run.
         resume: Whether it continues an earlier run; "unverified": also from a checkpoint without a manifest.
         lock: Path of a lock.yaml that it must agree with.
-        plugin: Loss functions, rewards or an environment of the user.
+        plugin: Loss functions, token weights, rewards or an environment of the user.
         earlier: Folders of the stages before this one; empty for a run without stages, and for its first.
         run_lock: Lock on the run's folder.
         resources: Closes what the phases open.
@@ -361,6 +362,7 @@ class Run:
             train_dataset=splits.epochs,
             eval_dataset=splits.validation,
             batch_columns=rollout_columns(recipe),
+            token_weights=None if self.plugin is None else self.plugin.token_weights,
             processing_class=pair.tokenizer,
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )

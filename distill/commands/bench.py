@@ -266,7 +266,7 @@ def ours(
 ) -> PreparedStep:
     """Prepare our step; `from_graphs` replays both decoders from CUDA graphs, as `train.cuda_graph` does."""
     note = prepare(teacher, student, batch)
-    objective = DistillationObjective(teacher, student, loss)
+    objective = DistillationObjective(teacher, student, loss.unweighted)
     graphs = None
     if from_graphs:
         graphs = DecoderGraphs()

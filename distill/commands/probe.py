@@ -76,7 +76,7 @@ def probe(recipe: Recipe) -> ProbeResult:
             pair.student,
             pair.teacher,
             arguments,
-            loss=recipe.loss,
+            loss=recipe.loss.unweighted,
             vocab_size=pair.vocab_size,
             train_dataset=splits.epochs,
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),

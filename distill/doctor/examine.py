@@ -197,11 +197,13 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     def copies() -> tuple[nn.Module, Teacher]:
         return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)
 
-    subject = CheckSetup(  # without the loss schedule, which only the trainer applies: weights are at their largest
+    # Without the loss schedule, which only the trainer applies: weights are at their largest. Without token weights, by
+    # which the loss is a mean of what is checked.
+    subject = CheckSetup(
         _adapted(student, recipe),
         teacher,
         [],
-        loss.model_copy(update={"schedule": []}),
+        loss.unweighted.model_copy(update={"schedule": []}),
         pair.vocab_size,
         describe_teacher(recipe).weights,
         vocabulary.tokenizers(),

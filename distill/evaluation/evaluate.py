@@ -172,7 +172,7 @@ def _sums(
 
     for number, batch in zip(own, objective.prefetch(batches()), strict=True):
         inputs = move_batch(batch, device)
-        output = student(**objective.student_inputs(inputs, num_items=1))
+        output = student(**objective.student_inputs(inputs, num_items=1, weighted=False))
         counts = number < len(starts)
         sums += torch.cat([output["statistics"].double(), count_trained_tokens(inputs).double()[None]]) * counts
         console.advance(total=len(own))

@@ -160,7 +160,8 @@ def evaluate_spans(
                 batch = move_batch(collate([row]), device)
                 counts[number] = len(batch["spans"])
                 if counts[number]:
-                    statistics = student(**objective.student_inputs(batch, num_items=1))["statistics"].double().tolist()
+                    inputs = objective.student_inputs(batch, num_items=1, weighted=False)
+                    statistics = student(**inputs)["statistics"].double().tolist()
                     of_row = metrics_from_statistics(statistics)
                     sums[number] = [of_row[name] for name in FIGURES]
                 console.advance(1)

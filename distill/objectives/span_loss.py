@@ -134,6 +134,7 @@ class CrossTokenizerLoss(nn.Module):
         targets: SpanTargets,
         num_items: torch.Tensor | int | None = None,
         return_stats: bool = False,
+        span_weights: torch.Tensor | None = None,
     ) -> Any:
         """Return the mean over spans, with a gradient for the student's tensors if autograd needs it. One host sync.
 
@@ -144,6 +145,7 @@ class CrossTokenizerLoss(nn.Module):
             targets: hidden states [B, S', Ht], and flat positions in both batches.
             num_items: Divisor of the sum; None for the number of spans.
             return_stats: return `(loss, TokenStats)`, its tensors [M], one entry a span.
+            span_weights: Factor of each span's loss, [M]; None for equal ones.
         """
         lora_a, lora_b, lora_scale = student.lora or (None, None, 1.0)
         leaves = (student_hidden.flatten(0, -2), student.weight, student.bias, lora_a, lora_b)
@@ -156,6 +158,9 @@ class CrossTokenizerLoss(nn.Module):
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else student_hidden.dtype
         outcomes = self.outcomes(len(student.weight), len(teacher.weight), device)
+        weights = None
+        if span_weights is not None:
+            weights = span_weights.detach().to(torch.float64 if dtype == torch.float64 else torch.float32)
         widths = torch.stack([part[:, 1] - part[:, 0] for part in spans]).cpu()  # the sync
         of_teacher = self._teacher_part(targets, teacher, spans.teacher, widths[1], dtype)
         chunks = _chunks(widths, len(student.weight), len(teacher.weight), device, self.workspace)
@@ -178,7 +183,10 @@ class CrossTokenizerLoss(nn.Module):
                     ones = own.side(z, 1.0, start, stop), of_teacher.side(z_teacher, 1.0, start, stop)
                 loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=required.gradient)
                 labels = ones[0].whole(), ones[1].whole()
-                losses.append((loss - o.hard_weight * labels[0]).sum())
+                loss = loss - o.hard_weight * labels[0]
+                if weights is not None:  # a span that is left out may have a loss of inf
+                    loss = torch.where(weights[start:stop] != 0, loss * weights[start:stop], 0.0)
+                losses.append(loss.sum())
                 if return_stats:
                     figures.append(torch.stack(span_figures(*ones, outcomes, o, labels)).float())
                 if slope is not None:
@@ -186,6 +194,9 @@ class CrossTokenizerLoss(nn.Module):
                     if o.hard_weight:
                         hard = torch.zeros_like(slope)
                         g += _logit_gradient(hard.scatter_(1, ones[0].tokens[:, None], -o.hard_weight), ones[0].log_p)
+                    if weights is not None:
+                        of_rows = weights[start:stop][sides[0].span][:, None]
+                        g = torch.where(of_rows != 0, g * of_rows, 0.0)
                     if o.student_softcap:
                         # z is capped already, so that the derivative of cap * tanh(x / cap) is 1 - (z / cap)^2
                         g *= 1 - (z / o.student_softcap).square()

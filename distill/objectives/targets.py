@@ -44,6 +44,10 @@ class StepInputs:
         batch: the collated batch, for those who watch the loss.
         layers: states of both models' layers, where the loss compares them; the teacher's are there, the student's
             forward adds its own.
+        weighted: whether the objective's token weights apply: in training, not in evaluations.
+        weight_sum: sum of the token weights of the whole step, where they are divided by it; None for this batch's.
+        token_weights: float [B, S] as the shifted labels: factors of the tokens' losses, which the student's forward
+            adds; None for equal weights.
     """
 
     targets: Targets | None
@@ -54,6 +58,9 @@ class StepInputs:
     weight: float | None = None
     batch: Batch = field(default_factory=dict)
     layers: StepStates | None = None
+    weighted: bool = False
+    weight_sum: torch.Tensor | float | None = None
+    token_weights: torch.Tensor | None = None
 
 
 class OpaqueInputs:
@@ -114,6 +121,7 @@ class VocabularyAlignment(NamedTuple):
         return {
             "student_bias": call.head.bias,
             "student_lora": call.head.lora,
+            "token_weights": call.inputs.token_weights,
             "num_items": call.inputs.num_items,
             "valid_rows": call.valid_rows,
             "vocab_size": self.vocab_size,

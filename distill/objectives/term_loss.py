@@ -4,10 +4,11 @@ A term has a value in each trained token's row. What a micro-batch adds to the l
 
     weight * T^2 * (sum of the rows' values) / (valid tokens of all micro-batches and ranks of the step)
 
-with T^2 for terms at the loss's temperature (Hinton et al., 2015), unless the recipe switches it off, and with the
-weight of the present step, where it is scheduled: a term loss is made anew for each step of a schedule. `TermLoss` has
-all of it; a subclass computes the values. Where a kernel makes the gradients in the forward pass, it has to know each
-row's factor beforehand, and takes the same mean by `reduction` and `num_items`.
+with each value times the token's weight (token_weights.py), with T^2 for terms at the loss's temperature (Hinton et
+al., 2015), unless the recipe switches it off, and with the weight of the present step, where it is scheduled: a term
+loss is made anew for each step of a schedule. `TermLoss` has all of it; a subclass computes the values. Where a kernel
+makes the gradients in the forward pass, it has to know each row's factor beforehand, and takes the same mean by
+`reduction`, `num_items` and `token_weights`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class TermLoss(abc.ABC):
 
     def reduce(self, values: torch.Tensor, rows: torch.Tensor, call: HeadForward) -> torch.Tensor:
         """Return the reduced values [M] of the trained flat rows int64 [M]."""
+        weights = call.inputs.token_weights
+        if weights is not None:
+            weights = weights.flatten()[rows]
+            # a token that is left out may have a loss of inf, whose product with 0 would be NaN
+            values = torch.where(weights != 0, values * weights, 0.0)
         if self.reduction == "none":
             return values.new_zeros(call.labels.numel()).index_copy(0, rows, values).view(call.labels.shape)
         return values.sum() / call.divisor()

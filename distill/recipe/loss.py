@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, get_args
 
 from distill_kernels.losses import DIVERGENCES, with_parameter
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import FUNCTION, SHA256, NotNegative, Text, Usual
@@ -204,6 +204,60 @@ class Schedule(Section):
         return (1 - share) * self.values[later - 1] + share * self.values[later]
 
 
+class TokenWeights(Section):
+    """Factor of each trained token's loss: the product of those that are given.
+
+    A token's position is counted from 0 in its answer: a stretch of trained tokens of one document, such as a reply of
+    a chat, or a document that is trained on whole. Weights are constants, without a gradient.
+
+    Attributes:
+        gamma: factor gamma^position; 1 for none.
+        window: first position and the one after the last, as in a slice of Python: [0, 256] for the first 256 tokens of
+            each answer, [-64, null] for the last 64. Tokens outside have weight 0.
+        function: `FILE.py:function`, called with the arrays that its parameters name, each with one entry per trained
+            token of a micro-batch; it returns their weights. The run needs `--plugin FILE.py`.
+        normalise: divisor of the weighted sum: `none` for the number of trained tokens of the optimizer step, `mean`
+            for the sum of their weights. `mean` is refused with a function that reads outputs of the models, which are
+            not known before the step.
+    """
+
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    window: Annotated[list[int | None], Field(min_length=2, max_length=2)] | None = None
+    function: Annotated[str, Field(pattern=FUNCTION)] | None = None
+    normalise: Literal["none", "mean"] = "none"
+
+    @model_validator(mode="after")
+    def _weighs_something(self) -> Self:
+        if self.gamma is None and self.window is None and self.function is None:
+            raise ValueError("expected gamma, window or function, got none of them")
+        if self.window is not None:
+            begin, end = self.window
+            first = begin or 0
+            if end is not None and (first < 0) == (end < 0) and end <= first:
+                raise ValueError(f"window: expected the position after the last above the first, got {self.window}")
+        return self
+
+    @property
+    def function_file(self) -> str:
+        return (self.function or "").rpartition(":")[0]
+
+    def __str__(self) -> str:
+        parts = []
+        if self.gamma is not None:
+            parts.append(f"{self.gamma:g}^position")
+        if self.window is not None:
+            begin, end = ("" if bound is None else bound for bound in self.window)
+            parts.append(f"positions [{begin}:{end}]")
+        if self.function is not None:
+            parts.append(self.function)
+        return ", ".join(parts) + (", divided by their mean" if self.normalise == "mean" else "")
+
+
+def _function_alone(value: object) -> object:
+    """Return the section of `token_weights: FILE.py:function`."""
+    return {"function": value} if isinstance(value, str) else value
+
+
 Term = Annotated[
     PlainTerm
     | JSDTerm
@@ -232,6 +286,8 @@ class Loss(Section):
         label_smoothing: label smoothing of the cross-entropy term: probability mass that is spread over all tokens.
         z_loss: weight of the z-loss, the squared log-partition function, which is added to the cross-entropy term.
         terms: divergences and cross-entropy with their weights.
+        token_weights: factor of each token's loss, by its position in the answer or by a function of a Python file;
+            `FILE.py:function` is short for `{function: FILE.py:function}`. null for equal weights.
         schedule: settings that vary from step to step; `terms` records a scheduled weight at its maximum.
         plugin: Python file that defines further types of terms, set by `--plugin`; without that option none of its code
             runs.
@@ -242,6 +298,13 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: Annotated[NotNegative, Usual(1e-6, 1e-2)] = 0.0
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
+    token_weights: Annotated[
+        TokenWeights | None,
+        BeforeValidator(
+            _function_alone,
+            json_schema_input_type=TokenWeights | Annotated[str, Field(pattern=FUNCTION)] | None,
+        ),
+    ] = None
     schedule: list[Schedule] = Field(default_factory=list)
     plugin: PluginFile | None = None
 
@@ -358,8 +421,18 @@ class Loss(Section):
 
     @property
     def runs_terms(self) -> bool:
-        """Return whether terms come from the plugin's file, rather than a reward or an environment alone."""
+        """Return whether terms come from the plugin's file, rather than token weights, a reward or an environment."""
         return self.plugin is not None and self.has("plugin")
+
+    @property
+    def weighs_by_function(self) -> bool:
+        """Return whether a function of a file gives the tokens' weights."""
+        return self.token_weights is not None and self.token_weights.function is not None
+
+    @property
+    def unweighted(self) -> Loss:
+        """The loss with equal token weights, for what is checked or timed without the run's code."""
+        return self.model_copy(update={"token_weights": None})
 
     @property
     def reads_layers(self) -> bool:

@@ -96,10 +96,11 @@ class Recipe(Section):
 
     @property
     def runs_code(self) -> bool:
-        """Return whether a run calls functions of a file: terms of the loss, a reward or an environment."""
+        """Return whether a run calls functions of a file: loss terms, token weights, a reward, an environment."""
         answers = self.data.active_on_policy
         has_environment = answers is not None and answers.environment is not None
-        return self.loss.plugin is not None or self.loss.rewarded is not None or has_environment
+        has_function = self.loss.rewarded is not None or self.loss.weighs_by_function
+        return self.loss.plugin is not None or has_function or has_environment
 
     @model_validator(mode="before")
     @classmethod

@@ -62,7 +62,9 @@ def run_summary(
     lines = {
         "teacher": f"{source.title()}, {pair.teacher.size_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
-        "loss": f"{terms}, temperature {recipe.loss.temperature:g}" + "".join(map(_line_of, recipe.loss.schedule)),
+        "loss": f"{terms}, temperature {recipe.loss.temperature:g}"
+        + "".join(map(_line_of, recipe.loss.schedule))
+        + ("" if recipe.loss.token_weights is None else f"; token weights: {recipe.loss.token_weights}"),
         "vocabulary": pair.vocabulary_note,
         "data": str(data).replace("\n", "\n" + " " * 12),
         "steps": f"{plan.steps:,} of {step}, "

@@ -18,10 +18,11 @@ import collections
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-from distill_kernels import LossTerm
+from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
@@ -30,7 +31,16 @@ from distill.models.output_rows import output_rows
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
 from distill.objectives.layer_matching import LayerMatching, layer_matching
-from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
+from distill.objectives.losses import (
+    KL,
+    STATISTICS,
+    LossSpec,
+    TargetLoss,
+    measured_terms,
+    reads_layers,
+    single_losses,
+    soft_terms,
+)
 from distill.objectives.measure import DivergenceUnit
 from distill.objectives.targets import (
     Batch,
@@ -40,6 +50,14 @@ from distill.objectives.targets import (
     StepInputs,
     Targets,
     VocabularyAlignment,
+)
+from distill.objectives.token_weights import (
+    OF_STUDENT,
+    OF_TEACHER,
+    TokenWeighting,
+    WeightedTokens,
+    WeightFunction,
+    batch_arrays,
 )
 from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
@@ -127,10 +145,12 @@ class DistillationObjective:
         loss: A recipe's `loss` section (object or mapping), the name of one divergence, a sequence of `LossTerm`,
             or a fused loss module, which is then used as it is.
         vocab_size: Both models' logits are cut to this many columns; None for the smaller of the two heads.
+        token_weights: Function of the tokens' weights, of arrays that its parameters name
+            (`distill.objectives.token_weights`), beside the forms of `loss.token_weights`; None for none.
 
     Raises:
         ValueError: for a head that the fused loss would read wrongly, an unknown loss, a vocabulary too large, a
-            teacher that shares trained weights with the student.
+            teacher that shares trained weights with the student, or token weights that cannot be computed.
     """
 
     def __init__(
@@ -140,6 +160,7 @@ class DistillationObjective:
         loss: LossSpec = "forward_kl",
         *,
         vocab_size: int | None = None,
+        token_weights: WeightFunction | None = None,
     ) -> None:
         self._forward = StudentForward(self)
         reason = self._forward.applies(student)
@@ -161,6 +182,10 @@ class DistillationObjective:
         self.layers: LayerMatching | None = None
         if isinstance(loss, Loss) and loss.reads_layers:
             self.layers = layer_matching(self.teacher.models, student, loss)
+        self.weighting: TokenWeighting | None = None
+        section = loss.token_weights if isinstance(loss, Loss) else None
+        if section is not None or token_weights is not None:
+            self.weighting = TokenWeighting(section, token_weights)
         self._student: nn.Module | None = None
         self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None
@@ -227,7 +252,13 @@ class DistillationObjective:
         yield from waiting
 
     def student_inputs(
-        self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None = None, *, statistics: bool = True
+        self,
+        inputs: Mapping[str, Any],
+        num_items: torch.Tensor | int | None = None,
+        *,
+        statistics: bool = True,
+        weighted: bool = True,
+        weight_sum: torch.Tensor | float | None = None,
     ) -> dict[str, Any]:
         """Run the teacher and return the keyword arguments to call the student with.
 
@@ -238,6 +269,9 @@ class DistillationObjective:
                 the student sampled; `rewards` are not used.
             num_items: Divisor of the summed loss, int or integer tensor []; None for the valid tokens of this batch.
             statistics: True to return sums of the token statistics too.
+            weighted: False for the loss without token weights, as in evaluations.
+            weight_sum: Sum of the token weights of the step (`weight_sum` of all its micro-batches), where they are
+                divided by it and `num_items` is given.
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
@@ -252,9 +286,31 @@ class DistillationObjective:
         recorded = self.layers is not None and reads_layers(self.loss)
         with self.layers.record_teacher() if recorded else nullcontext() as layers:  # type: ignore[union-attr]
             targets = self.targets(inputs)
-        weight = self.scheduled_weight
-        step = StepInputs(targets, num_items, statistics, drawn, advantages, weight, batch, layers)
+        weighted = weighted and self.weighting is not None
+        if weighted and self.weighting.normalises and num_items is not None and weight_sum is None:  # type: ignore[union-attr]
+            raise ValueError(
+                "weight_sum: expected the sum of the step's token weights beside num_items, since "
+                "loss.token_weights.normalise is mean; got none"
+            )
+        step = StepInputs(
+            targets,
+            num_items,
+            statistics,
+            drawn,
+            advantages,
+            self.scheduled_weight,
+            batch,
+            layers,
+            weighted=weighted,
+            weight_sum=weight_sum,
+        )
         return {**own, "step_inputs": OpaqueInputs(step)}
+
+    def weight_sum(self, batch: Batch) -> torch.Tensor | None:
+        """Return the sum of a batch's token weights, float64 []; None where the step is not divided by it."""
+        if self.weighting is None or not self.weighting.normalises:
+            return None
+        return self.weighting.sum_of(batch)
 
     def loss_of(
         self,
@@ -268,13 +324,62 @@ class DistillationObjective:
         call = HeadForward(hidden, head, inputs, labels, valid_rows)
         return self.teacher.format.apply(self.loss, self.alignment, call)
 
+    @torch.no_grad()
+    def weights_of(self, call: HeadForward) -> WeightedTokens:
+        """Return the weights of a micro-batch's tokens, inside the student head's own call."""
+        weighting = self.weighting
+        assert weighting is not None
+        rows = call.trained_rows()
+        arrays = batch_arrays(call.inputs.batch, rows, weighting.names)
+        if weighting.reads_models:
+            arrays |= self._model_arrays(call, rows)
+        inputs = call.inputs
+        return weighting.of(arrays, rows, call.labels.shape, inputs.num_items, inputs.weight_sum)
+
+    def _model_arrays(self, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return log-probabilities of the labels and entropies of both models that the weights read, [n] each."""
+        assert self.weighting is not None
+        # Labels of one token have the student's figures from its own head; those of spans, of a teacher that reads
+        # other tokens, are of both models' texts.
+        of_student_alone = not self.weighting.reads_teacher and self.teacher.format.properties.reads_valid_rows
+        if of_student_alone:
+            loss = FusedDistillationLoss(
+                [LossTerm("cross_entropy", 1.0)],
+                student_logit_scale=self.alignment.student.scale,
+                student_softcap=self.alignment.student.softcap,
+            )
+            arguments = self.alignment.arguments(call)
+            _, found = loss(call.hidden, call.head.weight, labels=call.labels, return_stats=True, **arguments)
+        else:
+            held_out = self.held_out_loss()
+            for each in single_losses(held_out):
+                each.reverse = None  # its pass over the logits gives no more figures
+            unweighted = call._replace(inputs=replace(call.inputs, statistics=True))
+            _, found = self.teacher.format.apply(held_out, self.alignment, unweighted)
+        statistics = dict(zip(STATISTICS, found, strict=False))
+        sources = {
+            "student_log_p": "student_label_logprob",
+            "student_entropy": "student_entropy",
+            "teacher_log_p": "teacher_label_logprob",
+            "teacher_entropy": "teacher_entropy",
+        }
+        arrays = {}
+        for name in self.weighting.names:
+            if name in (*OF_STUDENT, *OF_TEACHER):
+                values = statistics[sources[name]]
+                # of aligned spans there is one number each, else one per position
+                arrays[name] = values if len(values) == len(rows) else values[rows]
+        return arrays
+
     def held_out_loss(self) -> TargetLoss:
         """Return the loss of evaluations: forward KL with its statistics, and the reverse KL."""
         return self.teacher.format.held_out(self.alignment)
 
     @property
     def needs_targets(self) -> bool:
-        """True where the present loss needs the teacher's targets; hard labels alone seldom do."""
+        """True where the present loss or its weights need the teacher's targets; hard labels alone seldom do."""
+        if self.weighting is not None and self.weighting.reads_teacher:
+            return True
         return self.teacher.format.properties.needed_by_hard_labels or bool(self.loss.objective.needs_teacher)
 
     @property
@@ -318,7 +423,8 @@ class DistillationObjective:
         `STATISTICS`; and for tokens that the student sampled `drawn` [4]: the sum of absolute differences between their
         log-probabilities now and when sampled, their number, the sum of `TargetFormat.overlap` over at most
         `COMPARED` trained tokens, and their number (0 where the overlap is not known). With several routes, the last
-        two of each.
+        two of each. With token weights, `token_weights` [4], the sums of `WeightedTokens`; statistics are then over the
+        tokens of another weight than 0.
         """
         inputs = {key: value for key, value in inputs.items() if value is not None}
         # what PEFT passes along for the full forward
@@ -335,22 +441,42 @@ class DistillationObjective:
         shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
+            step = step_inputs
+            rows = valid_rows
+            weighted = None
             with nullcontext() if self._watcher is None else self._watcher.phase("loss"):
-                result = self.loss_of(hidden, head, step_inputs, shifted, valid_rows)
+                if step.weighted:
+                    call = HeadForward(hidden, head, step, shifted, valid_rows)
+                    # without them, rows would be chosen by their weights too
+                    rows = call.trained_rows()
+                    weighted = self.weights_of(call)
+                    step = replace(step, token_weights=weighted.weights)
+                result = self.loss_of(hidden, head, step, shifted, rows)
             if self._watcher is not None:
                 self._watcher.loss_computed(step_inputs.batch, result)
             idle = 0.0 if layers is None else layers.unused()
+            figures = {} if weighted is None else {"token_weights": weighted.sums}
             if isinstance(result, torch.Tensor):
-                return {"loss": result + idle}
+                return {"loss": result + idle, **figures}
             loss, stats = result
-            output = {"loss": loss + idle, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
+            every = torch.stack(tuple(stats))
+            if weighted is not None:
+                # the kernels skip a row of weight 0, but a stored teacher's entropy is there all the same
+                counts = weighted.weights.flatten() != 0
+                if every.shape[1] != len(counts):
+                    counts = counts[rows]
+                every = torch.where(counts, every, 0.0)
+            output = {"loss": loss + idle, "statistics": every.sum(dim=1), **figures}
             drawn = step_inputs.sampled_log_p
             if drawn is not None:
                 log_p = stats[STATISTICS.index("student_label_logprob")].detach()
                 drawn = drawn.flatten()
                 learned = shifted.flatten() != IGNORE_INDEX
+                if weighted is not None:
+                    learned &= weighted.weights.flatten() != 0
                 if len(log_p) != len(drawn):  # of aligned spans, each with its label at its first token
-                    rows = learned.nonzero()[:, 0] if valid_rows is None else valid_rows
+                    if rows is None:
+                        rows = learned.nonzero()[:, 0]
                     drawn = drawn[rows]
                     learned = learned[rows]
                 gap = log_p - drawn

@@ -70,7 +70,8 @@ class Meter:
     def restart(self) -> None:
         precision = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(count_sums(self.routes), dtype=precision, device=self.device)
-        self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
+        # trained tokens, those that the statistics are over, those of them with a teacher, pairs
+        self._counts = torch.zeros(4, dtype=precision, device=self.device)
         self._drawn = torch.zeros(2 + 2 * max(len(self.routes), 1), dtype=precision, device=self.device)
         self._work = torch.zeros((), dtype=precision, device=self.device)  # of the teacher
         self._tokens = 0
@@ -93,6 +94,7 @@ class Meter:
         statistics: torch.Tensor,
         weight: float | None = None,
         drawn: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> None:
         """Count one micro-batch. Launches a few small kernels, never waits.
 
@@ -102,6 +104,7 @@ class Meter:
             weight: Weight of the divergences in `statistics` under a loss schedule, 0 where the teacher is not used;
                 None without a schedule.
             drawn: Sums over sampled tokens, as the student's forward returns them; None without rollouts.
+            weights: Sums of token weights, likewise; None for equal weights.
         """
         if drawn is not None:
             self._drawn += drawn
@@ -115,9 +118,11 @@ class Meter:
         rows = inputs.get("valid_rows")
         trained = count_trained_tokens(inputs) if rows is None else rows.numel()
         tokens, pairs = _size_of(inputs)
+        counted = trained if weights is None else trained - weights[2]  # a token of weight 0 has no statistics
         self._counts[0] += trained
-        self._counts[1] += 0 if weight == 0 else trained
-        self._counts[2] += pairs
+        self._counts[1] += counted
+        self._counts[2] += 0 if weight == 0 else counted
+        self._counts[3] += pairs
         self._tokens += tokens
         for prefix, work in self.teacher.items() if weight != 0 and self.divergence[0] else ():
             if work is not None and f"{prefix}input_ids" in inputs:  # absent: no document of this route
@@ -148,11 +153,11 @@ class Meter:
         end = len(self._sums) + len(self._drawn)
         sums = values[:begin]
         (gap, drawn, *shares) = values[begin:end]
-        trained, compared, pairs, work, tokens, ranks, *times = values[end:]
+        trained, counted, compared, pairs, work, tokens, ranks, *times = values[end:]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
-        divergence = self.divergence if compared or not trained else (None, 1.0)
-        figures = metrics_from_sums(sums, trained, divergence, self.routes, compared) | {
+        divergence = self.divergence if compared or not counted else (None, 1.0)
+        figures = metrics_from_sums(sums, counted, divergence, self.routes, compared) | {
             "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": trained / seconds,
             "trained_tokens": trained,

@@ -30,6 +30,7 @@ from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
 from distill.training.step_guard import LIMIT, StepGuard
+from distill.training.token_weights import TokenWeightMetrics
 from distill.training.transformers_compat import TransformersCompat
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def training_listeners(
     section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
     if isinstance(section, Loss) and section.schedule:
         found.append(LossSchedule(objective, section))
+    if objective.weighting is not None:
+        found.append(TokenWeightMetrics(trainer))
     if objective.layers is not None:
         found.append(LayerTerms(objective.layers, trainer))
     return found
@@ -151,7 +154,8 @@ class TrainingMetrics(StepListener):
         return self.meter.paused() if name == PAUSED else self.meter.phases.measure(name)
 
     def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
-        self.meter.add(batch, output["statistics"], inputs.weight, output.get("drawn"))
+        drawn = output.get("drawn")
+        self.meter.add(batch, output["statistics"], inputs.weight, drawn, output.get("token_weights"))
 
     def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool) -> None:
         if is_last:

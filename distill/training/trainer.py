@@ -4,7 +4,8 @@
     trainer.train()
 
 The loss is the mean over the trained tokens of the whole optimizer step: all micro-batches, all ranks. Each micro-batch
-divides its sum by the step's token count (int64: a float would be rounded to bf16 under FSDP2). DDP and FSDP average
+divides its sum by the step's token count (int64: a float would be rounded to bf16 under FSDP2). With token weights
+that are divided by their mean, the sum of the whole step's weights is taken beforehand as well. DDP and FSDP average
 gradients over the ranks, so the loss is multiplied by the number of ranks.
 """
 
@@ -27,6 +28,7 @@ from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch
+from distill.objectives.token_weights import WeightFunction
 from distill.recipe import Loss
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
@@ -58,6 +60,7 @@ class DistillationTrainer(TransformersCompat):
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
             On several processes each row of an epoch is used once (`rank_batches.py`).
         batch_columns: Columns of training batches beside the teacher's.
+        token_weights: Function of the tokens' weights, see `DistillationObjective`.
         more: Further arguments of `Trainer`.
 
     Raises:
@@ -78,6 +81,7 @@ class DistillationTrainer(TransformersCompat):
         eval_dataset: Any = None,
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         batch_columns: Sequence[BatchColumns] = (),
+        token_weights: WeightFunction | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         **more: Any,
@@ -107,7 +111,10 @@ class DistillationTrainer(TransformersCompat):
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:
             model.to(args.device)
-        self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
+        self.objective: DistillationObjective = DistillationObjective(
+            teacher, model, loss, vocab_size=vocab_size, token_weights=token_weights
+        )
+        self._weight_sum: torch.Tensor | None = None  # of the present step's tokens, where it is a divisor
         # the objective, made of both models, has the teacher in its final form, and with it the columns that it reads
         self.data_collator = replace(collator, columns=(*self.objective.teacher.columns, *batch_columns))
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
@@ -130,7 +137,7 @@ class DistillationTrainer(TransformersCompat):
         # The targets go into the student's forward with its inputs: the loss is computed at the student's head, chunk
         # by chunk, so that the logits of a batch never exist together.
         with self.listeners.phase("teacher"):
-            student_inputs = self.objective.student_inputs(inputs, num_items_in_batch)
+            student_inputs = self.objective.student_inputs(inputs, num_items_in_batch, weight_sum=self._weight_sum)
         output = model(**student_inputs)
         if model.training:
             step_inputs = student_inputs["step_inputs"].value
@@ -170,9 +177,18 @@ class DistillationTrainer(TransformersCompat):
                 batches = each.replace(batches, step, self.state.max_steps - step - 1)
             # counted again: a rollout has other trained tokens than the response in whose place it stands
             count = self._get_num_items_in_batch(batches, device)
+        self._weight_sum = self._sum_token_weights(batches, device)
         upcoming = itertools.chain.from_iterable(self.listeners.notify(StepListener.upcoming))
         self.listeners.notify(StepListener.batches_taken, batches, upcoming)
         return batches, count
+
+    def _sum_token_weights(self, batches: list[Any], device: torch.device) -> torch.Tensor | None:
+        """Return the sum of the token weights of all micro-batches and ranks; None where it is no divisor."""
+        weighting = self.objective.weighting
+        if weighting is None or not weighting.normalises or not batches:
+            return None
+        total = torch.stack([weighting.sum_of(batch).to(device) for batch in batches]).sum()
+        return self.accelerator.reduce(total, "sum")
 
     # --------------------------------------------------------------- metrics
 
@@ -234,7 +250,7 @@ class DistillationTrainer(TransformersCompat):
                 # num_items 1 leaves sums, which add up over batches and ranks of any size; they are divided once, at
                 # the end
                 inputs = self._prepare_inputs(batch)
-                output = model(**objective.student_inputs(inputs, num_items=1))
+                output = model(**objective.student_inputs(inputs, num_items=1, weighted=False))
                 more = torch.stack([output["loss"].double(), count_trained_tokens(inputs).double()])
                 sums += torch.cat([output["statistics"].double(), more])
         model.train(training)

@@ -99,6 +99,7 @@ def test_what_travels_is_safetensors_read_and_written_without_a_copy():
     tensors = {str(d): torch.arange(15).reshape(5, 3).to(d) for d in dtypes} | {
         "none": torch.empty(0, 7),
         "": torch.tensor(3.0),
+        "stride 0": torch.as_strided(torch.tensor([5, 6]), (1,), (0,), 1),
     }
     body = b"".join(parts_of(tensors))
     for read in (tensors_of(body), load(body)):

@@ -233,8 +233,14 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    flat = (tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered)
-    return [len(text).to_bytes(8, "little") + text, *flat]
+    return [len(text).to_bytes(8, "little") + text, *(_bytes_of(tensor) for _, tensor in ordered)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.contiguous().flatten()
+    # a single element is contiguous whatever its stride, which may be 0 (`expand`) where a view of bytes expects 1
+    flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def _require(holds: bool, message: str) -> None:

@@ -75,6 +75,9 @@ class SpansFormat(TargetFormat):
     def apply(self, loss: TargetLoss, alignment: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; statistics have an entry per span, [M]."""
         assert isinstance(loss, CrossTokenizerLoss | HeldOutLoss)
+        weights = call.inputs.token_weights
+        if weights is not None:  # spans are in the order of their labels, at their first tokens
+            weights = weights.flatten()[call.trained_rows()]
         with self.inner.head.open() as teacher:
             result: LossResult = loss(
                 call.hidden,
@@ -83,6 +86,7 @@ class SpansFormat(TargetFormat):
                 call.inputs.targets,
                 num_items=call.inputs.num_items,
                 return_stats=call.inputs.statistics,
+                span_weights=weights,
             )
         return result
 
