@@ -39,7 +39,7 @@ On the command line a setting is given as `section.name=value`; an item of a lis
 |---|---:|---|
 {rows}
 
-Two settings belong to no section.
+Three settings belong to no section.
 """
 FORMER_NAMES = """\
 ## Renamed settings

@@ -53,7 +53,8 @@ def settings() -> list[Setting]:
     schema = json_schema()
     elsewhere = names_elsewhere()
     found: dict[str, Setting] = {}
-    for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
+    whole = {**schema, "required": schema["then"]["required"]}  # as of a recipe that extends none
+    for name, node, is_required in _fields(whole, schema["$defs"], "", ()):
         kind = _type(node)
         other = found.get(name)
         default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
@@ -118,10 +119,14 @@ def json_schema(committed: Path | None = None) -> Node:
                 node["default"] = made and [one.model_dump() if isinstance(one, BaseModel) else one for one in made]
         part.pop("title", None)
     # fields that validators make optional, or accept in another form
-    schema["required"] = [name for name in schema["required"] if name not in ("name", "teacher")]
-    schema["anyOf"] = [{"required": ["teacher"]}, {"required": ["teachers"]}]
-    del (data := schema["$defs"]["Data"])["required"]
-    data["anyOf"] = [{"required": ["source"]}, {"required": ["sources"]}]
+    required = [name for name in schema.pop("required") if name not in ("name", "teacher")]
+    del schema["$defs"]["Data"]["required"]
+    schema["if"] = {"not": {"required": ["extends"]}}  # a recipe that extends another need not be complete
+    schema["then"] = {
+        "required": required,
+        "anyOf": [{"required": ["teacher"]}, {"required": ["teachers"]}],
+        "properties": {"data": {"anyOf": [{"required": ["source"]}, {"required": ["sources"]}]}},
+    }
     reports = schema["$defs"]["Train"]["properties"]["report_to"]
     reports["anyOf"] = [{"type": reports.pop("type"), "items": reports.pop("items")}, {"type": "string"}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a recipe of distill", **schema}
