@@ -104,6 +104,8 @@ class Train(Section):
             step has 1/W of the peak.
         weight_decay: weight decay per step, decoupled from the gradient (AdamW) and multiplied by the learning rate.
         max_grad_norm: maximum L2 norm of all gradients, which are clipped to it; 0 for no clipping.
+        neftune_alpha: scale of the uniform noise that training adds to the student's embeddings (NEFTune): each entry
+            of a document of L tokens gets up to `neftune_alpha` / sqrt(L x hidden size); null for none.
         optimizer: `fused_adamw` (built in; for float32 weights on a CPU, PyTorch's AdamW), or a name of transformers'
             `optim` argument.
         optimizer_states: dtype of fused_adamw's two moments; `auto` is the dtype of the weights.
@@ -146,6 +148,7 @@ class Train(Section):
     warmup: Annotated[int | float, BeforeValidator(steps_or_ratio)] = 0.03
     weight_decay: Annotated[NotNegative, Usual(1e-3, 0.3)] = 0.0
     max_grad_norm: Annotated[NotNegative, Usual(0.1, 10)] = 1.0
+    neftune_alpha: Annotated[Annotated[float, Field(gt=0)] | None, Usual(5, 15)] = None
     optimizer: Text = "fused_adamw"
     optimizer_states: Literal["auto", "float32", "bfloat16"] = "auto"
     master_weights: bool = False
@@ -186,6 +189,12 @@ class Train(Section):
             given = self.arguments.get(section) if section else self.arguments
             if isinstance(given, dict) and given.get(flag):
                 raise ValueError(f"arguments.{name}: expected false, since {why}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_noise(self) -> Self:
+        if self.neftune_alpha is not None and self.arguments.get("neftune_noise_alpha") is not None:
+            raise ValueError("arguments.neftune_noise_alpha is the same as train.neftune_alpha; expected one, got both")
         return self
 
     @model_validator(mode="after")

@@ -123,6 +123,8 @@ def training_arguments(
         "dataloader_num_workers": recipe.data.workers,
         "dataloader_pin_memory": device.type == "cuda",
     }
+    if train.neftune_alpha is not None:
+        values["neftune_noise_alpha"] = train.neftune_alpha
     if train.gradient_checkpointing:
         # transformers 5.23 renamed it
         known = TrainingArguments.__dataclass_fields__

@@ -20,6 +20,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.embedding_noise import EmbeddingNoise
 from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
 from distill.training.loss_schedule import LossSchedule
@@ -70,6 +71,9 @@ def training_listeners(
     section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
     if isinstance(section, Loss) and section.schedule:
         found.append(LossSchedule(objective, section))
+    alpha = trainer.args.neftune_noise_alpha
+    if alpha is not None:
+        found.append(EmbeddingNoise(objective.student, alpha))
     if objective.layers is not None:
         found.append(LayerTerms(objective.layers, trainer))
     return found
