@@ -102,5 +102,5 @@ def test_validate_prints_the_resolved_recipe_and_editors_know_a_child(tmp_path, 
     for incomplete in ({"train": {"steps": 3}}, {"teacher": {}, "student": {}, "data": {}, "train": {"steps": 1}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(incomplete, schema)
-    assert find_settings("train")[0].default == "required"
-    assert find_settings("extends")[0].meaning
+    assert find_settings("train").settings[0].default == "required"
+    assert find_settings("extends").settings[0].meaning

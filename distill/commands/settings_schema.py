@@ -6,10 +6,11 @@ that added each field (`x-since`); a field that is not in it yet was added by th
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from distill import __version__
 from distill.core.errors import Section, did_you_mean
 from distill.recipe import Recipe
-from distill.recipe.aliases import names_elsewhere, other_tools
+from distill.recipe.aliases import answer_of, names_elsewhere
 from distill.recipe.fields import Usual
 from distill.recipe.renamed import RENAMED
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
@@ -49,6 +50,7 @@ class Setting(NamedTuple):
     elsewhere: dict[str, str]
 
 
+@functools.cache
 def settings() -> list[Setting]:
     schema = json_schema()
     elsewhere = names_elsewhere()
@@ -67,7 +69,21 @@ def settings() -> list[Setting]:
     return list(found.values())
 
 
-def find_settings(name: str) -> list[Setting]:
+class Found(NamedTuple):
+    """Settings that a name means.
+
+    Attributes:
+        settings: Settings; none where another tool's argument has no counterpart.
+        text: How another tool's argument is written here, or why there is none; may be empty.
+        option: Option of `distill run` that an argument is, in place of a setting.
+    """
+
+    settings: list[Setting]
+    text: str = ""
+    option: str = ""
+
+
+def find_settings(name: str) -> Found:
     """Return the settings that match a name: a path or its end, a section, a prefix, a former or another tool's name.
 
     Raises:
@@ -76,27 +92,43 @@ def find_settings(name: str) -> list[Setting]:
     plain = re.sub(r"\[\]|\.\d+(?=\.|$)", "", name.strip().strip("."))
     plain = RENAMED.get(plain, plain)
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
-    last = {path: path.rpartition(".")[2] for path in paths}
-    aliases = other_tools().fields
+    exact = [setting for path, setting in paths.items() if path == plain or path.startswith(f"{plain}.")]
+    if exact and plain:
+        return Found(exact)
+    argument = plain.lstrip("-").replace("-", "_")  # as on another tool's command line
+    answer = answer_of(argument) or answer_of(argument.rpartition(".")[2])
+    ends = [setting for path, setting in paths.items() if path.endswith(f".{plain}")]
+    if answer is not None and answer.setting.startswith("--"):
+        return Found([], answer.text, answer.setting)
+    if answer is not None and answer.setting:
+        meant = [
+            setting for setting in [_setting(answer.setting, paths)] if setting is not None and setting not in ends
+        ]
+        return Found([*meant, *ends], "" if ends else answer.text)
     # from the most exact to the loosest: the first one that matches anything decides
+    last = {path: path.rpartition(".")[2] for path in paths}
     tests = (
-        lambda path: path == plain or path.startswith(plain + "."),
-        lambda path: path.endswith("." + plain),
-        lambda path: path.startswith(plain),
+        lambda path: path.endswith(f".{plain}"),
         lambda path: any(plain in re.findall(r"[\w.]+", text) for text in paths[path].elsewhere.values()),
-        lambda path: plain in aliases and path == aliases[plain].field,
-        lambda path: plain in last[path],
+        lambda path: answer is None and path.startswith(plain),
+        lambda path: answer is None and plain in last[path],
     )
     for test in tests if plain else ():
         matches = [setting for path, setting in paths.items() if test(path)]
         if matches:
-            return matches
-    alias = aliases.get(plain)
-    if alias is not None and not alias.field:
-        raise ValueError(f"{name}: {alias.cure}")
+            return Found(matches)
+    if answer is not None:
+        return Found([], answer.text)
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
     hint = hint if hint.startswith("did") else "distill settings lists them all"
     raise ValueError(f"expected the name of a setting, got {name!r}; {hint}")
+
+
+def _setting(name: str, paths: Mapping[str, Setting]) -> Setting | None:
+    """Return the setting of this path, or the field of `train.arguments`; None where neither is there."""
+    if name.startswith("train.arguments."):
+        return paths["train.arguments"]._replace(name=name, type="as in transformers", default="")
+    return paths.get(name)
 
 
 def json_schema(committed: Path | None = None) -> Node:
