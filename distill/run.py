@@ -38,6 +38,7 @@ from distill.core import console
 from distill.core.files import write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.heartbeat import end_together
+from distill.core.interrupts import RunStopped
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -438,7 +439,7 @@ class Run:
         """Train the student in place.
 
         Raises:
-            SystemExit: Code 0, after a signal and a checkpoint.
+            RunStopped: Code 0, after a signal and a checkpoint.
         """
         trainer = opened.trainer
         try:
@@ -448,7 +449,7 @@ class Run:
             if is_main_process():
                 step = trainer.state.global_step
                 console.print_lines(f"stopped by {stop.signal} after step {step}; continue with --resume")
-            raise SystemExit(0) from None
+            raise RunStopped(0) from None
         return opened
 
     # ------------------------------------------------------------------ conclude

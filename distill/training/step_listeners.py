@@ -30,6 +30,7 @@ from distill.training.phases import PAUSED
 from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
+from distill.training.rollout_monitor import RolloutMonitor
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.transformers_compat import TransformersCompat
 
@@ -97,11 +98,11 @@ def run_listeners(
     section = recipe.data.on_policy
     found: list[TrainerCallback] = [
         MetricsFile(folder / "metrics.jsonl", run_lock.check),
-        ProgressReport(measure=objective.measure),
+        ProgressReport(measure=objective.measure, loss=recipe.loss),
         DivergenceMonitor(recipe, objective.columns),
     ]
     if rollouts is not None:
-        found.append(RolloutBatches(rollouts, trainer))
+        found += [RolloutBatches(rollouts, trainer), RolloutMonitor()]
         if section is not None and section.store_every:
             found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
     setting = recipe.train.cuda_graph
