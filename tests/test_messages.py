@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -10,6 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from distill.cli import run_command
 from distill.reports import served_file
+from distill.reports.curves import charts_of, same_axes
+from distill.reports.plots import draw_lines, new_figure
 from distill.training.progress import MetricsFile
 
 TEXT = "\n".join(f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
@@ -176,3 +179,33 @@ def test_each_stage_has_a_heading(said):
     assert headings[0] < lines.index("reading     text.txt") < headings[1]
     lines = said("run", "r.yaml", stages, "--name", "staged", "--resume").splitlines()
     assert "stage 1 of 2: prune, in runs/staged/stages/1-prune, finished" in lines
+
+
+# ------------------------------------------------------------------ report
+
+
+def test_a_report_has_parameters_kept_layers_size_of_the_data_and_warnings(said, models):
+    said("run", "r.yaml", "--name", "shown")
+    said("report", "shown")
+    page = (models / "runs/shown/report.html").read_text()
+    assert re.search(r"<dt>student</dt><dd>[^<]*layers 0, [\d.]+ K parameters, [\d.]+ K trained", page)
+    assert re.search(r"<dt>teacher</dt><dd>teacher, [\d.]+ K parameters", page)
+    assert re.search(r"<dt>data</dt><dd>text.txt: text[^<]* train: [\d,]+ documents, [\d,]+ tokens", page)
+    assert '<p class="warning">few data: 4 optimizer steps are too few to train on: increase train.steps' in page
+
+
+def test_charts_of_a_run_share_their_steps_and_both_entropies_their_range():
+    rows = [{"step": step, "kl": 1.0 / step, "student_entropy": 2.0, "teacher_entropy": 5.0} for step in (1, 2, 3)]
+    rows += [{"step": 9, "eval_kl": 0.2}, {"step": 12, "eval_kl": 0.1}]
+    charts = {chart.title: chart for chart in same_axes(charts_of(rows))}
+    drawn = {}
+    for title, chart in charts.items():
+        with new_figure(3, 2) as figure:
+            axes = figure.subplots()
+            draw_lines(axes, chart)
+            drawn[title] = axes.get_xlim(), axes.get_ylim()
+    assert len({steps for steps, _ in drawn.values()}) == 1 and len(drawn) == 3
+    both = {values for title, (_, values) in drawn.items() if "entropy" in title}
+    assert len(both) == 1 and max(both)[1] > 5
+    (other,) = (values for title, (_, values) in drawn.items() if title.startswith("KL"))
+    assert other not in both
