@@ -8,8 +8,12 @@ import signal
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
 
 from distill.cli import run_command
+from distill.doctor.examine import prepare
+from distill.doctor.invariants_rollouts import rollouts_end
+from distill.recipe import load
 from distill.reports import served_file
 from distill.reports.curves import charts_of, same_axes
 from distill.reports.plots import draw_lines, new_figure
@@ -104,6 +108,25 @@ def test_rollouts_with_different_rewards_are_not_warned_of(said, models):
         "run", "r.yaml", *ON_POLICY, REWARDED.replace("same.py", "other.py"), "--plugin", "other.py", "--name", "varied"
     )
     assert "reward_zero_std" not in text
+
+
+def test_a_base_student_is_named_by_check_and_doctor(said, models):
+    """Its configuration ends at another token than a turn of the template."""
+    tokenizer = AutoTokenizer.from_pretrained(models / "teacher")
+    base = tiny_model(tokenizer, layers=1, seed=2, hidden=64)
+    base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|pad|>")
+    save_tiny(models / "base", base, tokenizer)
+    named = "student.model: ends at <|pad|>, and not at <|end|>, which ends a turn of the chat template: a base model"
+    student = "student={model: base}"
+    assert named in said("check", "r.yaml", "--gpu", "cpu", *ON_POLICY, student)
+    assert named not in said("check", "r.yaml", "--gpu", "cpu", *ON_POLICY), "the teacher's copy ends as it should"
+    assert named not in said("check", "r.yaml", "--gpu", "cpu", *ON_POLICY, student, "data.on_policy=null")
+    subject = prepare(load("r.yaml", [*ON_POLICY, student]))
+    result = rollouts_end(subject)
+    assert result.passed is False and named in result.detail
+    half = prepare(load("r.yaml", [*ON_POLICY, student, "data.on_policy.fraction=0.5"]))
+    assert rollouts_end(half).passed and named in rollouts_end(half).detail, "the data's responses are trained on too"
+    assert rollouts_end(prepare(load("r.yaml", ON_POLICY))).passed
 
 
 # ------------------------------------------------------------------ loss beside kl
