@@ -51,8 +51,9 @@ from distill.commands.arguments import (
 )
 from distill.core import console, launch, ranks
 from distill.core.errors import RunError, disk_line
-from distill.core.folders import RECIPE_FILE, has_begun, run_folder, runs_folder
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, has_begun, run_folder, runs_folder
 from distill.core.heartbeat import announced_refusal
+from distill.core.interrupts import RunStopped
 from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
 from distill.core.startup import paused_collection
@@ -226,9 +227,12 @@ def run(
         run_recipe(
             resolved, name=name, resume="unverified" if resume and unverified else resume, lock=lock, plugin=plugin
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RunStopped) as stop:
         if folder is not None:
-            _print_resume_command(folder, recipe, overrides, plugin)
+            how = "stopped" if isinstance(stop, RunStopped) else "interrupted"
+            _print_resume_command(how, folder, recipe, overrides, plugin)
+        if isinstance(stop, RunStopped):
+            raise
         raise typer.Exit(130) from None
 
 
@@ -267,13 +271,14 @@ def copy(
     console.print_lines(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
 
 
-def _print_resume_command(folder: Path, recipe: str, overrides: Sequence[str], plugin: Path | None) -> None:
-    if any(folder.rglob("checkpoint-*")):
+def _print_resume_command(how: str, folder: Path, recipe: str, overrides: Sequence[str], plugin: Path | None) -> None:
+    # a finished run, or stage, is continued too: by what comes after its training
+    if any(folder.rglob("checkpoint-*")) or any(folder.rglob(RESULT_FILE)):
         own = ["--plugin", str(plugin)] if plugin else []
         command = shlex.join(["distill", "run", recipe, *overrides, *own, "--name", folder.name, "--resume"])
-        console.print_error(f"interrupted; continue with: {command}")
+        console.print_error(f"{how}; continue with: {command}")
     else:
-        console.print_error("interrupted before the first checkpoint (train.save_every): nothing to resume")
+        console.print_error(f"{how} before the first checkpoint (train.save_every): nothing to resume")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

@@ -38,6 +38,7 @@ from distill.core import console
 from distill.core.files import write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.heartbeat import end_together
+from distill.core.interrupts import RunStopped
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -290,13 +291,15 @@ class Run:
         for listener in run_listeners(trainer, trainer.objective, self.recipe, pair, rollouts, self.run_lock):
             trainer.add_callback(listener)
         # --- the run's folder is written from here on
+        summary: list[str] = []
         if is_main_process():
             self._begin_folder(prepared, locked)
-            self._print_summary(prepared, pair, trainer, [*lines, *notes])
+            summary = [*self._summary(prepared, pair, trainer), *lines, *notes]
+            console.print_lines("\n".join([*summary, f"{'run':<12}{self.run_lock.folder}"]))
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         autocast = prepared.context.precision.autocast
-        results = RunResults(prepared.source, pair, trainer, prepared.splits, autocast, self.run_lock)
+        results = RunResults(prepared.source, pair, trainer, prepared.splits, autocast, self.run_lock, summary)
         untrained = results.untrained()  # before a checkpoint replaces the weights
         if is_main_process():
             record_start(self.run_lock.folder)
@@ -425,14 +428,10 @@ class Run:
             write_text(folder / LOCK_FILE, to_yaml(locked))
         attention.write(folder)
 
-    def _print_summary(
-        self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer, lines: list[str]
-    ) -> None:
-        plan = prepared.plan
+    def _summary(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         data = prepared.splits.report
-        device = prepared.context.device
-        summary = run_summary(prepared.source, pair, trainer.objective, plan=plan, data=data, device=device.type)
-        console.print_lines("\n".join([*summary, *lines, f"{'run':<12}{self.run_lock.folder}"]))
+        device = prepared.context.device.type
+        return run_summary(prepared.source, pair, trainer.objective, plan=prepared.plan, data=data, device=device)
 
     # ------------------------------------------------------------------ train
 
@@ -440,7 +439,7 @@ class Run:
         """Train the student in place.
 
         Raises:
-            SystemExit: Code 0, after a signal and a checkpoint.
+            RunStopped: Code 0, after a signal and a checkpoint.
         """
         trainer = opened.trainer
         try:
@@ -450,7 +449,7 @@ class Run:
             if is_main_process():
                 step = trainer.state.global_step
                 console.print_lines(f"stopped by {stop.signal} after step {step}; continue with --resume")
-            raise SystemExit(0) from None
+            raise RunStopped(0) from None
         return opened
 
     # ------------------------------------------------------------------ conclude

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +68,7 @@ class RunResults:
         splits: Data of the run.
         autocast: Compute dtype of the student where that is not its weights'.
         run_lock: Lock on the run's folder.
+        summary: Lines that describe the run, as they were printed before it started; none on other ranks.
     """
 
     source: TeacherPlan
@@ -75,6 +77,7 @@ class RunResults:
     splits: Splits
     autocast: torch.dtype | None
     run_lock: RunLock
+    summary: Sequence[str] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -141,6 +144,7 @@ class RunResults:
             "started": self.run_lock.started,
             "command": shlex.join(["distill", *command_line]) if command_line else None,
             "device": device_name(self.trainer.args.device),
+            "summary": list(self.summary),
             **read_start(self.folder),
             **figures,
         }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distill.core import console
 from distill.core.finished_run import finished_result, require_finished_student
+from distill.core.interrupts import stop_run_on_sigterm
 from distill.core.ranks import broadcast_from_rank0, is_main_process
 from distill.recipe import Recipe
 from distill.run_results import RunResult
@@ -32,16 +33,16 @@ def run_stages(recipe: Recipe, folder: Path, run_one: RunOne, *, resumes: bool, 
     Returns:
         Result of the last stage.
     """
+    names = [stage.name for stage in recipe.stages]
     *earlier, (folder, recipe) = stages = list(recipe.stage_runs(folder))
     if recipe.export is not None:
         from distill.reports.served_file import check_export  # gguf takes a fifth of a second
 
         check_export(stages)
     before: tuple[Path, ...] = ()
-    for own, stage in earlier:
+    for number, (own, stage) in enumerate(earlier):
         finished = resumes and broadcast_from_rank0(functools.partial(finished_result, own)) is not None
-        if is_main_process():
-            console.print_lines(f"{'stage':<12}{own}{', finished' if finished else ''}")
+        _print_heading(names, number, own, finished=finished)
         if finished:
             _check_finished(stage, own)
         else:
@@ -49,6 +50,8 @@ def run_stages(recipe: Recipe, folder: Path, run_one: RunOne, *, resumes: bool, 
         # read before the next stage loads it: a damaged student would train on without a word
         broadcast_from_rank0(functools.partial(require_finished_student, own))
         before = (*before, own)
+    if names:
+        _print_heading(names, len(earlier), folder)
     try:
         result = run_one(recipe, folder, before, lock)
     except SystemExit:  # of a run that was finished before, and may have been ended while it wrote its file
@@ -56,6 +59,12 @@ def run_stages(recipe: Recipe, folder: Path, run_one: RunOne, *, resumes: bool, 
         raise
     _export(recipe, folder)
     return result
+
+
+def _print_heading(names: Sequence[str], number: int, folder: Path, *, finished: bool = False) -> None:
+    if is_main_process():
+        title = f"stage {number + 1} of {len(names)}: {names[number]}"
+        console.print_lines(f"\n{title}, in {folder}{', finished' if finished else ''}")
 
 
 def _check_finished(recipe: Recipe, folder: Path) -> None:
@@ -83,4 +92,5 @@ def _export(recipe: Recipe, folder: Path) -> None:
     if recipe.export is not None and is_main_process() and not there and finished_result(folder) is not None:
         from distill.reports.served_file import export_run  # gguf takes a fifth of a second
 
-        export_run(folder)
+        with stop_run_on_sigterm("exporting"):
+            export_run(folder)

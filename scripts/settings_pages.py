@@ -29,7 +29,8 @@ INTRODUCTION = """\
 {note}
 
 Every setting of a recipe, by section. `distill settings FIELD` prints the same in the terminal \
-and also finds a setting by the name that TRL, torchtune or axolotl gives it; `distill schema` prints a JSON schema \
+and also finds a setting by the name that another tool gives it (TRL, torchtune, axolotl, LLaMA-Factory, ms-swift, \
+KDFlow), or says why there is none; `distill schema` prints a JSON schema \
 with which editors complete and check a recipe.
 
 On the command line a setting is given as `section.name=value`; an item of a list (`[]`) by its number: \
@@ -39,7 +40,7 @@ On the command line a setting is given as `section.name=value`; an item of a lis
 |---|---:|---|
 {rows}
 
-Two settings belong to no section.
+Three settings belong to no section.
 """
 FORMER_NAMES = """\
 ## Renamed settings

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from distill.commands.arguments import AsJson, print_json
-from distill.commands.settings_schema import find_settings, json_schema
+from distill.commands.settings_schema import Found, find_settings, json_schema
 from distill.commands.settings_schema import settings as all_settings
 from distill.core import console
 
@@ -33,10 +33,16 @@ def settings(
     distill settings train.batch_size
     distill settings data.on_policy            # a section
     distill settings num_train_epochs          # its name in another tool
+    distill settings seq_kd                    # what has no counterpart, and why
     """
-    matches = all_settings() if field is None else find_settings(field)
+    found = Found(all_settings()) if field is None else find_settings(field)
+    matches = found.settings
     if as_json:
-        print_json([setting._asdict() for setting in matches])
+        print_json([setting._asdict() for setting in matches] if matches else {"name": field, **found._asdict()})
+    elif found.option:
+        console.print_lines(f"{field}: the option {found.option} of distill run. {found.text}".rstrip(" ."))
+    elif not matches:
+        console.print_lines(f"{field}: there is none, because {found.text}")
     elif len(matches) > 12:
         console.show_table(["setting", "default"], [[setting.name, setting.default[:36]] for setting in matches])
         console.print_lines("\ndistill settings FIELD explains one, or a section such as train")
@@ -53,6 +59,8 @@ def settings(
             for key, value in lines.items():
                 if value:
                     console.print_lines(f"  {key:<11}{value}")
+        if found.text:
+            console.print_lines(f"\n{field}: {found.text}")
 
 
 def schema() -> None:

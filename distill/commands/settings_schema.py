@@ -6,10 +6,11 @@ that added each field (`x-since`); a field that is not in it yet was added by th
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from distill import __version__
 from distill.core.errors import Section, did_you_mean
 from distill.recipe import Recipe
-from distill.recipe.aliases import names_elsewhere, other_tools
+from distill.recipe.aliases import answer_of, names_elsewhere
 from distill.recipe.fields import Usual
 from distill.recipe.renamed import RENAMED
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
@@ -49,11 +50,13 @@ class Setting(NamedTuple):
     elsewhere: dict[str, str]
 
 
+@functools.cache
 def settings() -> list[Setting]:
     schema = json_schema()
     elsewhere = names_elsewhere()
     found: dict[str, Setting] = {}
-    for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
+    whole = {**schema, "required": schema["then"]["required"]}  # as of a recipe that extends none
+    for name, node, is_required in _fields(whole, schema["$defs"], "", ()):
         kind = _type(node)
         other = found.get(name)
         default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
@@ -66,7 +69,21 @@ def settings() -> list[Setting]:
     return list(found.values())
 
 
-def find_settings(name: str) -> list[Setting]:
+class Found(NamedTuple):
+    """Settings that a name means.
+
+    Attributes:
+        settings: Settings; none where another tool's argument has no counterpart.
+        text: How another tool's argument is written here, or why there is none; may be empty.
+        option: Option of `distill run` that an argument is, in place of a setting.
+    """
+
+    settings: list[Setting]
+    text: str = ""
+    option: str = ""
+
+
+def find_settings(name: str) -> Found:
     """Return the settings that match a name: a path or its end, a section, a prefix, a former or another tool's name.
 
     Raises:
@@ -75,27 +92,43 @@ def find_settings(name: str) -> list[Setting]:
     plain = re.sub(r"\[\]|\.\d+(?=\.|$)", "", name.strip().strip("."))
     plain = RENAMED.get(plain, plain)
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
-    last = {path: path.rpartition(".")[2] for path in paths}
-    aliases = other_tools().fields
+    exact = [setting for path, setting in paths.items() if path == plain or path.startswith(f"{plain}.")]
+    if exact and plain:
+        return Found(exact)
+    argument = plain.lstrip("-").replace("-", "_")  # as on another tool's command line
+    answer = answer_of(argument) or answer_of(argument.rpartition(".")[2])
+    ends = [setting for path, setting in paths.items() if path.endswith(f".{plain}")]
+    if answer is not None and answer.setting.startswith("--"):
+        return Found([], answer.text, answer.setting)
+    if answer is not None and answer.setting:
+        meant = [
+            setting for setting in [_setting(answer.setting, paths)] if setting is not None and setting not in ends
+        ]
+        return Found([*meant, *ends], "" if ends else answer.text)
     # from the most exact to the loosest: the first one that matches anything decides
+    last = {path: path.rpartition(".")[2] for path in paths}
     tests = (
-        lambda path: path == plain or path.startswith(plain + "."),
-        lambda path: path.endswith("." + plain),
-        lambda path: path.startswith(plain),
+        lambda path: path.endswith(f".{plain}"),
         lambda path: any(plain in re.findall(r"[\w.]+", text) for text in paths[path].elsewhere.values()),
-        lambda path: plain in aliases and path == aliases[plain].field,
-        lambda path: plain in last[path],
+        lambda path: answer is None and path.startswith(plain),
+        lambda path: answer is None and plain in last[path],
     )
     for test in tests if plain else ():
         matches = [setting for path, setting in paths.items() if test(path)]
         if matches:
-            return matches
-    alias = aliases.get(plain)
-    if alias is not None and not alias.field:
-        raise ValueError(f"{name}: {alias.cure}")
+            return Found(matches)
+    if answer is not None:
+        return Found([], answer.text)
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
     hint = hint if hint.startswith("did") else "distill settings lists them all"
     raise ValueError(f"expected the name of a setting, got {name!r}; {hint}")
+
+
+def _setting(name: str, paths: Mapping[str, Setting]) -> Setting | None:
+    """Return the setting of this path, or the field of `train.arguments`; None where neither is there."""
+    if name.startswith("train.arguments."):
+        return paths["train.arguments"]._replace(name=name, type="as in transformers", default="")
+    return paths.get(name)
 
 
 def json_schema(committed: Path | None = None) -> Node:
@@ -118,10 +151,14 @@ def json_schema(committed: Path | None = None) -> Node:
                 node["default"] = made and [one.model_dump() if isinstance(one, BaseModel) else one for one in made]
         part.pop("title", None)
     # fields that validators make optional, or accept in another form
-    schema["required"] = [name for name in schema["required"] if name not in ("name", "teacher")]
-    schema["anyOf"] = [{"required": ["teacher"]}, {"required": ["teachers"]}]
-    del (data := schema["$defs"]["Data"])["required"]
-    data["anyOf"] = [{"required": ["source"]}, {"required": ["sources"]}]
+    required = [name for name in schema.pop("required") if name not in ("name", "teacher")]
+    del schema["$defs"]["Data"]["required"]
+    schema["if"] = {"not": {"required": ["extends"]}}  # a recipe that extends another need not be complete
+    schema["then"] = {
+        "required": required,
+        "anyOf": [{"required": ["teacher"]}, {"required": ["teachers"]}],
+        "properties": {"data": {"anyOf": [{"required": ["source"]}, {"required": ["sources"]}]}},
+    }
     reports = schema["$defs"]["Train"]["properties"]["report_to"]
     reports["anyOf"] = [{"type": reports.pop("type"), "items": reports.pop("items")}, {"type": "string"}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a recipe of distill", **schema}

@@ -7,13 +7,46 @@ another exception (a `RecursionError`, where numpy writes its docstrings).
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 WAIT = 0.05  # seconds until the next attempt
 EXIT_CODE = 130
+
+
+class RunStopped(SystemExit):
+    """End of a run by a signal, from where it can be continued."""
+
+
+@contextlib.contextmanager
+def stop_run_on_sigterm(doing: str) -> Iterator[None]:
+    """Raise `RunStopped` on SIGTERM in the block, so that temporary files are deleted and the command is told.
+
+    Args:
+        doing: What the run is doing, for the line that is printed.
+
+    Raises:
+        RunStopped: SIGTERM came; its code is 143.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        print(f"stopped by SIGTERM while {doing}", flush=True)
+        raise RunStopped(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class DeferredInterrupt:

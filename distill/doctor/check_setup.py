@@ -56,6 +56,7 @@ class CheckSetup:
         readers: Readers of rollouts by teachers' tokenizers that are others than the student's, by route.
         prompts: Prompts of these rollouts, in the order of the rows' documents.
         last_tokens: Last trained token of each complete response in the data.
+        turn_end_problem: Reason why the student's rollouts would not end as the chat template's turns do.
         packs: Whether the recipe packs several documents into a row (`data.packing`).
         packing_fault: Description of wrongly packed rows in the data.
         data_fault: Reason why the teacher does not fit the data: another template, missing documents.
@@ -75,6 +76,7 @@ class CheckSetup:
     readers: Readers = field(default_factory=dict)
     prompts: list[list[int]] | None = None
     last_tokens: Sequence[int] = ()
+    turn_end_problem: str | None = None
     packs: bool = True
     packing_fault: str | None = None
     data_fault: str | None = None

@@ -35,6 +35,7 @@ from distill.doctor.rows import first_trained, join_rows, last_tokens, packing_f
 from distill.generation.from_recipe import require_prompts
 from distill.models.adapters import add_lora
 from distill.models.dtypes import Precision, resolve_device
+from distill.models.load.save_check import end_ids, turn_end_problem
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.quantised_checkpoints import quantised_by_transformers
 from distill.models.sharding import SINGLE_PROCESS
@@ -212,6 +213,10 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     )
     subject.packing_fault = packing_fault(splits.train, alone.train)
     subject.data_fault = next(iter(source.data_problems(splits)), None)
+    template = vocabulary.template
+    if template is not None and "chat" in splits.report.format:
+        ends = end_ids(getattr(pair.student.generation_config, "eos_token_id", None))
+        subject.turn_end_problem = turn_end_problem(ends, pair.tokenizer, template.closings())
     subject.last_tokens = last_tokens(splits.train, recipe.data.max_length)
     subject.rows = shortened_rows(splits.train, whole=teacher.rows.whole_documents, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)

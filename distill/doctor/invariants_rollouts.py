@@ -55,7 +55,8 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
 def rollouts_end(subject: CheckSetup) -> CheckResult:
     """Check that end-of-turn tokens are trained on, in the data's responses and in rollouts that are not truncated.
 
-    A student that never learns to end a turn generates until it is cut off.
+    A student that never learns to end a turn generates until it is cut off. A base student has to learn it from the
+    data's responses, of which none are left where every response is a rollout.
     """
     rollouts = subject.rollouts
     if rollouts is None:
@@ -71,11 +72,13 @@ def rollouts_end(subject: CheckSetup) -> CheckResult:
         longest = max(len(document[name]) for name in ("input_ids", "teacher_input_ids") if name in document)
         cut = len(learned) == rollouts.max_new_tokens or longest == rollouts.max_length
         open_ended += not (cut or (learned[-1:] and learned[-1] in rollouts.ends))
+    base = subject.turn_end_problem
     return CheckResult(
         "end of turn",
-        not missing and not open_ended,
+        not missing and not open_ended and (base is None or rollouts.fraction < 1),
         f"{missing} of {len(subject.last_tokens)} complete responses of the data have no trained end-of-turn token; "
-        f"{open_ended} of {len(documents)} rollouts end without one although they were not truncated",
+        f"{open_ended} of {len(documents)} rollouts end without one although they were not truncated"
+        + ("" if base is None else f"; {base}"),
     )
 
 

@@ -14,6 +14,7 @@ temporary folder in place of the trained student, which gives all sizes without 
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ from distill.data.load import Splits
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.dtypes import Precision
-from distill.models.load.source import resolve_tokenizer_source
+from distill.models.load.save_check import end_ids, turn_end_problem
+from distill.models.load.source import resolve_model_source, resolve_tokenizer_source
 from distill.models.meta_models import meta_config, pruned_config, size_note, weights_problem
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.shape import USABLE, ModelSizes
@@ -361,7 +363,29 @@ def _check_data(plan: DevicePlan, vocabulary: Vocabulary | None, report: Preflig
             f"data: only {facts.trained_share:.1%} of the tokens are trained on; check data.train_on"
         )
     report.notes += small_data_warnings(plan.recipe, facts, report.accumulation, report.training)
+    problem = _turn_end_problem(plan, vocabulary) if "chat" in facts.format else None
+    report.notes += [] if problem is None else [problem]
     return splits
+
+
+def _turn_end_problem(plan: DevicePlan, vocabulary: Vocabulary) -> str | None:
+    """Return why rollouts of the student would not end, by the files of a model on this machine; else None."""
+    recipe = plan.recipe
+    section = plan.source.config_section() if recipe.student.is_cut else recipe.student
+    template = vocabulary.template
+    if recipe.data.active_on_policy is None or template is None or section.model is None or section.init == "random":
+        return None
+    source = resolve_model_source(section.model, "student.model")
+    if not source.local or source.gguf_file:
+        return None
+    ends = end_ids(plan.student.config.eos_token_id)
+    path = Path(source.location, "generation_config.json")
+    if path.is_file():  # transformers' generation reads it in place of the configuration
+        try:
+            ends = end_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (ValueError, AttributeError):
+            return f"student.model: {path} is damaged: expected a section of JSON"
+    return turn_end_problem(ends, vocabulary.tokenizer, template.closings())
 
 
 def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight) -> None:

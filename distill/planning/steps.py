@@ -102,17 +102,40 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
     if faults and accumulation > 1:  # as many micro-batches as leave MIN_STEPS steps to a run, or 1
         fewer = max(int(data.rows * train.epochs / MIN_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
         then = total_steps(train, recipe.data, data.rows, fewer, world)
-        cures.append(f"train.tokens_per_step={fewer * micro} (makes {plural(then, 'step')})")
+        if fewer < accumulation:  # else a step is small enough, and train.steps alone says how many there are
+            more = f" (makes {plural(then, 'step')})" if then > steps else ""
+            cures.append(f"train.tokens_per_step={fewer * micro}{more}")
     if steps < MIN_STEPS:
         cures.append("increase train.epochs" if train.epochs else "increase train.steps")
     if faults:
-        notes.append(f"{'; '.join(faults)}: {', '.join(cures)}, or use more data")
+        cures.append("use more data")
+        notes.append(f"{'; '.join(faults)}: {_alternatives(cures)}")
     if data.validation_tokens < MIN_HELD_OUT_TOKENS:
         notes.append(
             f"{plural(data.validation_tokens, 'held-out token')} (under {MIN_HELD_OUT_TOKENS:,}) are too few "
-            "for reliable metrics: increase data.validation.fraction, set data.validation.source, or use more data"
+            f"for reliable metrics: {_alternatives(_larger_held_out(recipe.data, data))}"
         )
     return notes
+
+
+def _larger_held_out(section: Data, data: DataReport) -> list[str]:
+    """Return the settings that would hold out more; one that does not limit the held-out data is not among them."""
+    validation = section.validation
+    limited = validation.max_rows is not None and data.validation_documents >= validation.max_rows
+    if limited:
+        cures = ["increase data.validation.max_rows"]
+    elif validation.source is None:
+        cures = ["increase data.validation.fraction"]
+    else:
+        cures = []
+    cures.append("set data.validation.source" if validation.source is None else "use a larger data.validation.source")
+    if validation.source is None and not limited:
+        cures.append("use more data" if section.max_rows is None else "increase data.max_rows")
+    return cures
+
+
+def _alternatives(ways: Sequence[str]) -> str:
+    return ", or ".join(filter(None, [", ".join(ways[:-1]), ways[-1]]))
 
 
 def report_to_problem(names: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
@@ -114,6 +115,17 @@ def steps_or_ratio(value: object) -> object:
     if not 0 <= value <= 2**53 or (value >= 1 and value != int(value)):
         raise ValueError(expected_got("a whole number of steps, or a fraction of all steps between 0 and 1", value))
     return int(value) if value >= 1 else float(value)
+
+
+def rate_or_share(value: float | str | None) -> float | str | None:
+    """Return a rate that is not negative, or a share such as `10%`, unchanged."""
+    if isinstance(value, str):
+        valid = re.fullmatch(r"\d+(\.\d+)?%", value) is not None
+    else:
+        valid = value is None or value >= 0
+    if not valid:
+        raise ValueError(expected_got("a learning rate of at least 0, or a share such as 10%", value))
+    return value
 
 
 def no_reports(value: object) -> object:

@@ -26,6 +26,7 @@ from distill.core.folders import STAGES
 from distill.recipe.aliases import other_tools
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, DataPart
+from distill.recipe.extends import parse_extended, read_recipe_text
 from distill.recipe.fields import NAME, Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student
@@ -40,7 +41,7 @@ from distill.recipe.teacher_config import (
     every_field,
 )
 from distill.recipe.train import Parallel, Train, micro_batch_tokens
-from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
+from distill.recipe.yaml_text import apply_overrides, to_yaml
 
 PROMPTS = (
     "What is the capital of France?",
@@ -65,6 +66,8 @@ class Recipe(Section):
     """Configuration of one distillation run.
 
     Attributes:
+        extends: recipe that this one takes every setting from that it does not set itself: a .yaml file next to this
+            one, or the name of a shipped recipe. Sections are merged, lists replaced.
         name: name of the run's folder; by default the recipe file's name.
         output_dir: folder of all runs; `~` and variables such as `$SCRATCH` are expanded on the machine of the run.
         teacher: the teacher model; with `teachers` the first of them, whose tokenizer tokenises the data.
@@ -81,6 +84,8 @@ class Recipe(Section):
             from the student of the previous stage. The folder of the last stage is that of the run.
     """
 
+    # merged into the tree by `parse`: a recipe that is written out, or locked, is complete without it
+    extends: Annotated[Text | None, Field(exclude=True)] = None
     name: Annotated[str, Field(pattern=NAME)]
     output_dir: Text = "runs"
     teacher: AnyTeacher
@@ -101,6 +106,12 @@ class Recipe(Section):
         has_environment = answers is not None and answers.environment is not None
         has_function = self.loss.rewarded is not None or self.loss.weighs_by_function
         return self.loss.plugin is not None or has_function or has_environment
+
+    @model_validator(mode="after")
+    def _is_resolved(self) -> Self:
+        if self.extends is not None:
+            raise ValueError(f"extends: expected it in a recipe's file, got {self.extends!r} as an override")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +195,14 @@ class Recipe(Section):
         return self
 
 
-def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe") -> Recipe:
+def parse(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    name: str = "recipe",
+    origin: str = "recipe",
+    file: Path | None = None,
+) -> Recipe:
     """Parse and validate a recipe given as YAML text.
 
     Args:
@@ -192,13 +210,14 @@ def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", ori
         overrides: `key.sub=value` strings, applied in order; see `yaml_text.apply_overrides`.
         name: the run's name where the text gives none.
         origin: name of the text in error messages.
+        file: file that the text was read from; a file in `extends` is next to it, else in the working directory.
 
     Raises:
         RecipeError: one line per fault: field, what was expected, what came.
     """
-    tree = parse_yaml(text, origin)
+    folder = Path() if file is None else file.parent
     # present names first, in the file and in the overrides' keys: an override then meets the field that it replaces
-    rename_settings(tree)
+    tree = parse_extended(text, origin, folder, () if file is None else (file.resolve(),))
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
     terms: dict[tuple[str, ...], list[dict[str, object]]] = {("loss", "terms"): Loss().model_dump()["terms"]}
     apply_overrides(tree, rename_overrides(overrides), list_defaults=terms)
@@ -216,15 +235,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: the file cannot be read, is not YAML, or a field is wrong.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RecipeError([f"{path}: no such recipe; `distill recipes` lists those that ship"]) from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        undecoded = isinstance(error, UnicodeDecodeError)
-        reason = "not UTF-8 text" if undecoded else getattr(error, "strerror", None) or error
-        raise RecipeError([f"{str(path)!r}: cannot be read as a recipe: {reason}"]) from None
-    return parse(text, overrides, name=path.stem, origin=str(path))
+    return parse(read_recipe_text(path), overrides, name=path.stem, origin=str(path), file=path)
 
 
 def dump(recipe: Recipe) -> str:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from distill.core.errors import Section
+from distill.core.errors import Section, expected_got
 from distill.recipe.data import Data
-from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
+from distill.recipe.fields import (
+    Count,
+    DType,
+    Every,
+    NotNegative,
+    Text,
+    Usual,
+    no_reports,
+    rate_or_share,
+    steps_or_ratio,
+)
 from distill.recipe.library_names import argument_names, optimizer_names, unknown_name
 
 # fields of TrainingArguments that a field of the recipe sets
@@ -62,6 +72,11 @@ UNFIT_ARGUMENTS = {
     "use_liger_kernel": "it replaces the forward that computes this loss",
 }
 
+# arguments of lr_scheduler_kwargs that a field of the recipe sets
+OWNED_SCHEDULER_KWARGS = ("min_lr", "min_lr_rate", "min_lr_ratio", "lr_end")
+# schedules that decay to a rate that can be chosen
+DECAYING = ("cosine", "cosine_with_min_lr", "linear", "polynomial", "warmup_stable_decay")
+
 
 def is_adam(train: Train) -> bool:
     """Return whether the optimizer is of the Adam family; SGD takes learning rates that are far larger."""
@@ -78,12 +93,19 @@ class Train(Section):
             micro-batch per device, without gradient accumulation.
         batch_size: sequences per micro-batch and device.
         learning_rate: peak learning rate, reached after warm-up.
-        schedule: learning-rate schedule after warm-up: `cosine` and `linear` decay to 0, `constant` does not decay,
-            `warmup_stable_decay` decays in the last fifth of the steps.
+        schedule: learning-rate schedule after warm-up: `cosine`, `linear` and `polynomial` decay to `min_lr`,
+            `warmup_stable_decay` does in the last fifth of the steps, `cosine_with_restarts` and `inverse_sqrt` decay
+            without it, `constant` does not decay. `constant_with_warmup` is `constant`, `cosine_with_min_lr` is
+            `cosine`. `arguments.lr_scheduler_kwargs` sets what else one has: `num_cycles` (restarts), `power`
+            (polynomial), `timescale` (inverse_sqrt), `num_decay_steps`, `decay_type` (warmup_stable_decay).
+        min_lr: learning rate that the schedule decays to: a rate such as 2e-6, or a share of `learning_rate` such as
+            `10%`; null for 0. The warm-up of `warmup_stable_decay` begins there too.
         warmup: length of the learning-rate warm-up: a number of steps W, or below 1 a fraction of all steps; the first
             step has 1/W of the peak.
         weight_decay: weight decay per step, decoupled from the gradient (AdamW) and multiplied by the learning rate.
         max_grad_norm: maximum L2 norm of all gradients, which are clipped to it; 0 for no clipping.
+        neftune_alpha: scale of the uniform noise that training adds to the student's embeddings (NEFTune): each entry
+            of a document of L tokens gets up to `neftune_alpha` / sqrt(L x hidden size); null for none.
         optimizer: `fused_adamw` (built in; for float32 weights on a CPU, PyTorch's AdamW), or a name of transformers'
             `optim` argument.
         optimizer_states: dtype of fused_adamw's two moments; `auto` is the dtype of the weights.
@@ -111,10 +133,22 @@ class Train(Section):
     tokens_per_step: Count | None = None
     batch_size: Count = 1
     learning_rate: Annotated[float, Field(gt=0), Usual(1e-6, 1e-3, is_adam)] = 2e-5
-    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    schedule: Literal[
+        "cosine",
+        "linear",
+        "constant",
+        "warmup_stable_decay",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "constant_with_warmup",
+        "cosine_with_min_lr",
+    ] = "cosine"
+    min_lr: Annotated[float | str | None, AfterValidator(rate_or_share)] = None
     warmup: Annotated[int | float, BeforeValidator(steps_or_ratio)] = 0.03
     weight_decay: Annotated[NotNegative, Usual(1e-3, 0.3)] = 0.0
     max_grad_norm: Annotated[NotNegative, Usual(0.1, 10)] = 1.0
+    neftune_alpha: Annotated[Annotated[float, Field(gt=0)] | None, Usual(5, 15)] = None
     optimizer: Text = "fused_adamw"
     optimizer_states: Literal["auto", "float32", "bfloat16"] = "auto"
     master_weights: bool = False
@@ -144,12 +178,9 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _leaves_the_runs_own_arguments(self) -> Self:
-        owned = dict(OWNED_ARGUMENTS)
-        if self.schedule == "warmup_stable_decay":
-            owned["lr_scheduler_kwargs"] = "train.schedule"
         for name in self.arguments:
-            if name in owned:
-                raise ValueError(f"arguments.{name} is set by {owned[name]}; set it there")
+            if name in OWNED_ARGUMENTS:
+                raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")
             wrong = unknown_name(name, argument_names())
             if wrong:
                 raise ValueError(f"arguments.{name}: expected a field of transformers' TrainingArguments, {wrong}")
@@ -159,6 +190,40 @@ class Train(Section):
             if isinstance(given, dict) and given.get(flag):
                 raise ValueError(f"arguments.{name}: expected false, since {why}; leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _has_one_noise(self) -> Self:
+        if self.neftune_alpha is not None and self.arguments.get("neftune_noise_alpha") is not None:
+            raise ValueError("arguments.neftune_noise_alpha is the same as train.neftune_alpha; expected one, got both")
+        return self
+
+    @model_validator(mode="after")
+    def _decays_below_its_peak(self) -> Self:
+        kwargs = self.arguments.get("lr_scheduler_kwargs") or {}
+        if not isinstance(kwargs, dict):
+            raise ValueError(f"arguments.lr_scheduler_kwargs: {expected_got('a section', kwargs)}")
+        for name in OWNED_SCHEDULER_KWARGS:
+            if name in kwargs:
+                raise ValueError(f"arguments.lr_scheduler_kwargs.{name} is set by train.min_lr; set it there")
+        if self.min_lr is None:
+            if self.schedule == "cosine_with_min_lr":
+                raise ValueError("min_lr: expected a rate or a share such as 10% for cosine_with_min_lr, got null")
+            return self
+        if self.schedule not in DECAYING:
+            raise ValueError(f"min_lr: expected a schedule of {', '.join(DECAYING)}; got {self.schedule}")
+        if self.min_learning_rate >= self.learning_rate:
+            raise ValueError(
+                f"min_lr: expected less than learning_rate {self.learning_rate:g}, or a share of it such as 10%; "
+                f"got {self.min_lr}"
+            )
+        return self
+
+    @property
+    def min_learning_rate(self) -> float:
+        """Return the learning rate that the schedule decays to."""
+        if isinstance(self.min_lr, str):
+            return self.learning_rate * float(self.min_lr.removesuffix("%")) / 100
+        return self.min_lr or 0.0
 
 
 def micro_batch_tokens(train: Train, data: Data, processes: int = 1) -> int:

@@ -23,12 +23,14 @@ class Panel(NamedTuple):
         title: Title with unit.
         factor: Factor of the values (100 to show a fraction as a percentage).
         from_zero: Start the axis at 0.
+        axis: Name that panels of one vertical axis share; empty for an axis of its own.
     """
 
     key: str
     title: str
     factor: float = 1.0
     from_zero: bool = False
+    axis: str = ""
 
 
 def panels_of(measure: DivergenceUnit = KL) -> list[Panel]:
@@ -41,8 +43,8 @@ def panels_of(measure: DivergenceUnit = KL) -> list[Panel]:
         Panel("kl", f"{measure.name} to teacher ({measure.unit_label})", from_zero=True),
         Panel("divergence", f"{name} to teacher ({measure.unit_label})", from_zero=True),
         Panel("agreement", "agreement with teacher (%)", 100.0),
-        Panel("student_entropy", "student's entropy (nats)", from_zero=True),
-        Panel("teacher_entropy", "teacher's entropy (nats)", from_zero=True),
+        Panel("student_entropy", "student's entropy (nats)", from_zero=True, axis="entropy"),
+        Panel("teacher_entropy", "teacher's entropy (nats)", from_zero=True, axis="entropy"),
         Panel("rollout_length", "rollout length (tokens)", from_zero=True),
         Panel("rollout_truncated", "truncated rollouts (%)", 100.0, True),
         Panel("rollout_repeated", "repetitive rollouts (%)", 100.0, True),
@@ -76,6 +78,19 @@ def charts_of(rows: Rows, measure: DivergenceUnit = KL) -> list[tuple[Panel, lis
         if any(len(line.points) > 1 for line in lines):
             charts.append((panel._replace(title=f"{panel.title}, by route"), lines))
     return charts
+
+
+def same_axes(charts: Sequence[tuple[Panel, Sequence[Series]]]) -> list[Chart]:
+    """Return the charts over the same steps, those that share a vertical axis with the same range."""
+    steps = [x for _, lines in charts for line in lines for x, _ in line.points]
+    span = (min(steps), max(steps)) if steps else None
+    values: dict[str, list[float]] = {}
+    for panel, lines in charts:
+        values.setdefault(panel.axis, []).extend(y for line in lines for _, y in line.points)
+    return [
+        Chart(panel.title, lines, panel.from_zero, span, values[panel.axis] if panel.axis else ())
+        for panel, lines in charts
+    ]
 
 
 def points(rows: Rows, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
@@ -113,6 +128,5 @@ def draw_curves(
     if charts and not matplotlib_is_installed():
         console.print_lines(f"curves      not drawn: {HINT}")
     elif charts:
-        drawn = [Chart(panel.title, lines, panel.from_zero) for panel, lines in charts]
-        write_text(path, picture(drawn, title, theme))
+        write_text(path, picture(same_axes(charts), title, theme))
     return bool(charts) and matplotlib_is_installed()

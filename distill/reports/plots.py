@@ -70,11 +70,15 @@ class Chart(NamedTuple):
         title: Title of the chart, empty where the page around it has one.
         lines: Lines, with at least one finite point among them.
         from_zero: Start the vertical axis at 0.
+        steps: First and last step of the horizontal axis; None for those of the lines.
+        beside: Values of charts beside this one, whose vertical axis is the same.
     """
 
     title: str
     lines: Sequence[Series]
     from_zero: bool = False
+    steps: tuple[float, float] | None = None
+    beside: Sequence[float] = ()
 
 
 def matplotlib_is_installed() -> bool:
@@ -137,7 +141,7 @@ def draw_lines(axes: Axes, chart: Chart) -> None:
     if not finite:
         raise ValueError("lines: expected at least one finite point")
     edges = [y for line in chart.lines for _, *pair in line.band for y in pair if math.isfinite(y)]
-    low, high = limits([*finite, *edges], chart.from_zero)
+    low, high = limits([*finite, *edges, *filter(math.isfinite, chart.beside)], chart.from_zero)
     for line in chart.lines:
         x, y = zip(*line.points, strict=True) if line.points else ((), ())
         color = LIGHT[f"series-{line.color}"]
@@ -150,6 +154,9 @@ def draw_lines(axes: Axes, chart: Chart) -> None:
     if above:
         note = f"▲ {len(above)} {'point' if len(above) == 1 else 'points'} up to {short(max(above))}"
         axes.set_title(note, loc="right", fontsize=8, color=LIGHT["quiet"])
+    if chart.steps is not None and chart.steps[0] < chart.steps[1]:
+        margin = 0.05 * (chart.steps[1] - chart.steps[0])  # as matplotlib's own
+        axes.set_xlim(chart.steps[0] - margin, chart.steps[1] + margin)
     room = 0.05 * (high - low)
     axes.set_ylim(low if chart.from_zero and low == 0 else low - room, high + room)
     axes.set_title(printable(chart.title))

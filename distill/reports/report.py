@@ -22,8 +22,8 @@ from distill.core.manifest import entry_mismatch
 from distill.evaluation.evaluate import perplexity
 from distill.objectives.measure import DivergenceUnit, metric_text
 from distill.recipe import Recipe, parse
-from distill.reports.curves import Panel, Rows, charts_of
-from distill.reports.plots import HINT, Chart, Series, line_chart, matplotlib_is_installed, short
+from distill.reports.curves import Panel, Rows, charts_of, same_axes
+from distill.reports.plots import HINT, Series, line_chart, matplotlib_is_installed, short
 from distill.reports.run_summary import TITLES
 from distill.reports.style import document
 from distill.teachers.identity import model_name
@@ -37,6 +37,10 @@ PHASES = {
     "optimizer": "optimizer",
     "data and host": "data",
 }
+# lines of a run's summary that say more than the recipe: parameters, kept layers, size of the data
+SIZES = ("teacher", "student", "data", "steps")
+# lines of it that warn
+WARNINGS = ("few data", "divergences", "file")
 # definition of agreement, after "the share of tokens"
 AGREEMENT = "for which student and teacher have the same top-1 token"
 
@@ -67,6 +71,13 @@ class ReportedRun(NamedTuple):
             for name, figures in found.items()
             if figures
         }
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """Return titles and texts of the lines that described the run before it started; none of earlier versions'."""
+        lines = self.before.get("summary")
+        lines = [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
+        return [(line[:12].strip(), "; ".join(filter(None, map(str.strip, line[12:].splitlines())))) for line in lines]
 
     @property
     def settings(self) -> Recipe:
@@ -171,6 +182,11 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>\n{body}\n</section>" if body else ""
 
 
+def _warnings(run: ReportedRun) -> str:
+    lines = [(title, text) for title, text in run.summary if title in WARNINGS]
+    return "".join(f'<p class="warning">{html.escape(f"{title}: {text}")}</p>' for title, text in lines)
+
+
 def _recipe_facts(run: ReportedRun) -> dict[str, str]:
     recipe = run.settings
     weighted = [term for term in recipe.loss.terms if term.weight > 0]
@@ -181,7 +197,7 @@ def _recipe_facts(run: ReportedRun) -> dict[str, str]:
         "student": model_name(recipe.student),
         "data": recipe.data.source,
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
-    }
+    } | {title: text for title, text in run.summary if title in SIZES}
 
 
 def _term(term: Any, measure: DivergenceUnit) -> str:
@@ -203,7 +219,7 @@ def _header(run: ReportedRun) -> str:
     facts = _recipe_facts(run) | ({"command": run.before["command"]} if run.before.get("command") else {})
     items = "".join(f"<dt>{key}</dt><dd>{html.escape(value)}</dd>" for key, value in facts.items())
     unfinished = "" if run.result else '<p class="warning">This run has not finished; figures so far.</p>'
-    return f'<p class="when">{html.escape(" · ".join(when))}</p>{unfinished}<dl>{items}</dl>'
+    return f'<p class="when">{html.escape(" · ".join(when))}</p>{unfinished}{_warnings(run)}<dl>{items}</dl>'
 
 
 def _summary(run: ReportedRun) -> str:
@@ -279,11 +295,11 @@ def _charts(rows: Rows, measure: DivergenceUnit) -> str:
     if not matplotlib_is_installed():
         return f'<p class="note">{html.escape(HINT)}</p>{_values(charts)}'
     figures = []
-    for panel, lines in charts:
+    for (panel, lines), drawn in zip(charts, same_axes(charts), strict=True):
         last = short(lines[-1].points[-1][1])
         if lines[-1].name == "held out":
             last = f"<small>held out</small> {last}"
-        chart = line_chart(Chart("", lines, panel.from_zero), panel.title)
+        chart = line_chart(drawn._replace(title=""), panel.title)
         figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
     names = {line.color: line.name for _, lines in charts for line in lines}
     return f'{legend(names)}<div class="charts">{"".join(figures)}</div>'

@@ -23,7 +23,8 @@ BEFORE_FILE = "before.json"
 METRICS_FILE = "metrics.jsonl"
 ADAPTER_FOLDER = "adapter"
 EXPORT_FOLDER = "export"
-START = ("started", "command", "device")  # of before.json; held-out metrics and samples follow after training
+# of before.json; held-out metrics and samples follow after training
+START = ("started", "command", "device", "summary")
 BEGINNING = (RECIPE_FILE, LOCK_FILE, BEFORE_FILE, "attention.json", KERNELS_FILE)
 END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
 

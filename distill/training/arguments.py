@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from distill.models.dtypes import COMPUTE, Precision, resolve_precision
 from distill.planning.run_plan import RunPlan
 from distill.planning.steps import FUSED
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Train
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ def training_arguments(
     """
     train = recipe.train
     steps = plan.steps
+    schedule, settings_of_schedule = _schedule(train, steps)
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
@@ -100,8 +101,7 @@ def training_arguments(
         "per_device_eval_batch_size": train.batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "learning_rate": train.learning_rate,
-        # the schedule "constant" of transformers has no warm-up
-        "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        "lr_scheduler_type": schedule,
         "warmup_steps": train.warmup if train.warmup >= 1 else round(train.warmup * steps),
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
@@ -123,8 +123,8 @@ def training_arguments(
         "dataloader_num_workers": recipe.data.workers,
         "dataloader_pin_memory": device.type == "cuda",
     }
-    if train.schedule == "warmup_stable_decay":
-        values["lr_scheduler_kwargs"] = {"num_decay_steps": max(steps // 5, 1)}
+    if train.neftune_alpha is not None:
+        values["neftune_noise_alpha"] = train.neftune_alpha
     if train.gradient_checkpointing:
         # transformers 5.23 renamed it
         known = TrainingArguments.__dataclass_fields__
@@ -141,6 +141,8 @@ def training_arguments(
     clash = set(values) & set(train.arguments) - DEFAULTS_OF_A_RUN
     assert not clash, f"arguments that the recipe should have refused: {clash}"
     values |= train.arguments
+    if settings_of_schedule:  # those of `train.arguments` are among them
+        values["lr_scheduler_kwargs"] = settings_of_schedule
     try:
         made = TrainingArguments(**values)
     except (TypeError, ValueError) as error:
@@ -158,6 +160,28 @@ def training_arguments(
     except (TypeError, ValueError) as error:
         raise ValueError(f"train.arguments.lr_scheduler_kwargs: {str(error).splitlines()[0]}") from error
     return made
+
+
+def _schedule(train: Train, steps: int) -> tuple[str, dict[str, Any]]:
+    """Return the type and the arguments of transformers' schedule; each that decays has another name for its end."""
+    name = train.schedule
+    own: dict[str, Any] = {}
+    if name in ("constant", "constant_with_warmup"):
+        name = "constant_with_warmup"  # "constant" of transformers has no warm-up
+    elif name == "warmup_stable_decay":
+        own["num_decay_steps"] = max(steps // 5, 1)
+        if train.min_lr is not None:
+            own["min_lr_ratio"] = train.min_learning_rate / train.learning_rate
+    elif name == "polynomial":
+        own["lr_end"] = train.min_learning_rate
+    elif train.min_lr is not None and name == "linear":
+        name = "polynomial"  # of the first degree, since "linear" ends at 0
+        own |= {"lr_end": train.min_learning_rate, "power": 1.0}
+    elif train.min_lr is not None:
+        name = "cosine_with_min_lr"
+        own["min_lr"] = train.min_learning_rate
+    given = train.arguments.get("lr_scheduler_kwargs")
+    return name, own | (given if isinstance(given, dict) else {})
 
 
 def overwrite_arguments(args: TrainingArguments, more: Mapping[str, Any]) -> None:

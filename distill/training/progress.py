@@ -20,6 +20,7 @@ from distill.core.console import ignore_lost_terminal, share_bar, wrap_line
 from distill.core.files import write_text
 from distill.core.manifest import entry_mismatch, remove_from_manifest
 from distill.objectives.measure import KL, DivergenceUnit
+from distill.recipe import Loss
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 
@@ -119,11 +120,14 @@ class ProgressReport(StepListener):
     Args:
         console: Console to print on; None for standard output.
         measure: Name and unit of the divergence.
+        loss: Loss of the recipe, which is explained where it differs from the divergence beside it; None without one.
     """
 
-    def __init__(self, console: Console | None = None, measure: DivergenceUnit = KL) -> None:
+    def __init__(self, console: Console | None = None, measure: DivergenceUnit = KL, loss: Loss | None = None) -> None:
         self.console = console or Console()
         self.measure = measure
+        self.loss = loss
+        self._explained = False
         self._bar: Progress | None = None
         self._start = 0.0
         self._start_step = 0
@@ -171,6 +175,11 @@ class ProgressReport(StepListener):
             return
         left = f"  {self._time_left(state)} left" if self._bar is None else ""
         self._show(f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}")
+        name = next((name for name in ("kl", "divergence") if name in logs), None)
+        if self.loss is None or name is None or self._explained or math.isclose(logs["loss"], logs[name], rel_tol=1e-3):
+            return
+        self._explained = True
+        self._show(f"{'':<12}{explain_loss(self.loss, name, self.measure)}")
 
     def _show_held_out(self, state: TrainerState, logs: dict[str, Any]) -> None:
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
@@ -197,6 +206,20 @@ class ProgressReport(StepListener):
         done = state.global_step - self._start_step
         seconds = (time.perf_counter() - self._start) / max(done, 1) * (state.max_steps - state.global_step)
         return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def explain_loss(loss: Loss, name: str, measure: DivergenceUnit = KL) -> str:
+    """Return in a line what `loss` is, beside the figure `kl` or `divergence`, from which it differs."""
+    temperature = loss.temperature
+    at = "" if temperature == 1 else f" at temperature {temperature:g}"
+    if at and loss.scale_by_temperature_squared:
+        at += f", divergences times {temperature**2:g}"
+    terms = " + ".join(f"{term.weight:g} x {term.type}" for term in loss.terms if term.weight > 0)
+    what = "the forward KL to the teacher" if name == "kl" else "the mean of the terms' divergences"
+    return (
+        f"loss is what is minimised: {terms}{at}{', by its schedule' if loss.schedule else ''}; "
+        f"{measure.display_name(name)} is {what}, without weights and at temperature 1"
+    )
 
 
 def figures_line(logs: dict[str, Any], measure: DivergenceUnit = KL) -> str:

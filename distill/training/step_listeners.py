@@ -20,6 +20,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.embedding_noise import EmbeddingNoise
 from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
 from distill.training.loss_schedule import LossSchedule
@@ -29,6 +30,7 @@ from distill.training.phases import PAUSED
 from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
+from distill.training.rollout_monitor import RolloutMonitor
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.token_weights import TokenWeightMetrics
 from distill.training.transformers_compat import TransformersCompat
@@ -73,6 +75,9 @@ def training_listeners(
         found.append(LossSchedule(objective, section))
     if objective.weighting is not None:
         found.append(TokenWeightMetrics(trainer))
+    alpha = trainer.args.neftune_noise_alpha
+    if alpha is not None:
+        found.append(EmbeddingNoise(objective.student, alpha))
     if objective.layers is not None:
         found.append(LayerTerms(objective.layers, trainer))
     return found
@@ -96,11 +101,11 @@ def run_listeners(
     section = recipe.data.on_policy
     found: list[TrainerCallback] = [
         MetricsFile(folder / "metrics.jsonl", run_lock.check),
-        ProgressReport(measure=objective.measure),
+        ProgressReport(measure=objective.measure, loss=recipe.loss),
         DivergenceMonitor(recipe, objective.columns),
     ]
     if rollouts is not None:
-        found.append(RolloutBatches(rollouts, trainer))
+        found += [RolloutBatches(rollouts, trainer), RolloutMonitor()]
         if section is not None and section.store_every:
             found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
     setting = recipe.train.cuda_graph

@@ -116,7 +116,14 @@ class DistillationTrainer(TransformersCompat):
         )
         self._weight_sum: torch.Tensor | None = None  # of the present step's tokens, where it is a divisor
         # the objective, made of both models, has the teacher in its final form, and with it the columns that it reads
-        self.data_collator = replace(collator, columns=(*self.objective.teacher.columns, *batch_columns))
+        noisy = args.neftune_noise_alpha is not None
+        self.data_collator = replace(
+            collator,
+            columns=(*self.objective.teacher.columns, *batch_columns),
+            # the noise on a document depends on its length, also where rows of several lengths are padded
+            omit_plain_positions=collator.omit_plain_positions and not noisy,
+        )
+        self.neftune_noise_alpha = None  # in place of `Trainer`'s hook, which scales by rows, stands `EmbeddingNoise`
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
         self.listeners = Listeners(self.callback_handler)

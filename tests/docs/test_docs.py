@@ -206,7 +206,7 @@ def test_yaml_is_a_recipe_or_a_part_of_one(block: Block):
         return
     tree = parse_yaml(block.text, str(block))
     assert set(tree) <= set(Recipe.model_fields), f"{block}: say above it why it is no recipe: <!-- not run: ... -->"
-    if {"student", "data", "train"} <= set(tree) and {"teacher", "teachers"} & set(tree):
+    if "extends" in tree or ({"student", "data", "train"} <= set(tree) and {"teacher", "teachers"} & set(tree)):
         parse(block.text)
         return
     if "teachers" in tree:

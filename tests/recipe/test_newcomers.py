@@ -54,7 +54,7 @@ from distill.training.progress import ProgressReport
         ("loss.terms=[{type:kld}]", "'type:kld': YAML wants a space after the colon, as in type: kld"),
         ("train=steps:100", "got 'steps:100'; YAML needs a space after the colon: steps: 100"),
         ("train.early_stopping_patience=3", "train.early_stopping_patience: unknown field; known: steps, epochs"),
-        ("train.neftune_noise_alpha=5", "did you mean train.arguments.neftune_noise_alpha?"),
+        ("train.neftune_noise_alpha=5", "did you mean train.neftune_alpha?"),
         ("eval_strategy=steps", "did you mean train.eval_every?"),
         (
             "train.hidden_loss=1",

@@ -184,6 +184,7 @@ def test_wheels_carry_recipes_and_architectures(wheel, tmp_path):
         assert f"distill_recipes/{path.relative_to(ROOT / 'recipes').as_posix()}" in names
     assert not [name for name in names if name.startswith(("kernels/", "recipes/", "tests/"))]
     assert "distill/recipe/other_tools.yaml" in names, "messages about unknown names read it"
+    assert "distill/recipe/tool_arguments.yaml" in names, "distill settings reads it"
     assert {"distill/py.typed", "distill_kernels/py.typed"} <= names, "type checkers read an installed package by it"
     # the installed package finds them, far from any clone
     code = (

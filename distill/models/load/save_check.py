@@ -96,6 +96,31 @@ def add_turn_end_tokens(student: Any, tokenizer: Any, closings: Collection[str])
     ]
 
 
+def turn_end_problem(ends: Collection[int], tokenizer: Any, closings: Collection[str]) -> str | None:
+    """Return that a student's end-of-sequence tokens are none of those that close a turn of the chat template.
+
+    None where one of them is, or where either are not known. So it is with base models: what their own configuration
+    ends at is the end of a text, and they seldom generate the token that closes a turn.
+
+    Args:
+        ends: End-of-sequence tokens of the student's own configuration.
+    """
+    closed = {tokenizer.convert_tokens_to_ids(token) for token in closings}
+    if not ends or not closed or closed & set(ends):
+        return None
+    own = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
+    return (
+        f"student.model: ends at {own}, and not at {', '.join(sorted(closings))}, which ends a turn of the chat "
+        "template: a base model seldom generates it, so that its rollouts would run to data.on_policy.max_new_tokens; "
+        "train on the data's responses first (a stage with data.on_policy.fraction: 0), or start from a chat model"
+    )
+
+
+def end_ids(value: int | list[int] | None) -> set[int]:
+    """Return the tokens of an `eos_token_id`, which may be one, several or none."""
+    return set(value) if isinstance(value, list) else set() if value is None else {value}
+
+
 def check_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[str]:
     """Write configuration, generation configuration, adapter settings and tokenizer to a scratch folder and read back.
 
