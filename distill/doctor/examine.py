@@ -215,8 +215,8 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     subject.data_fault = next(iter(source.data_problems(splits)), None)
     template = vocabulary.template
     if template is not None and "chat" in splits.report.format:
-        ends = end_ids(getattr(pair.student.generation_config, "eos_token_id", None))
-        subject.turn_end_problem = turn_end_problem(ends, pair.tokenizer, template.closings())
+        end_tokens = end_ids(getattr(pair.student.generation_config, "eos_token_id", None))
+        subject.turn_end_problem = turn_end_problem(end_tokens, pair.tokenizer, template.closings())
     subject.last_tokens = last_tokens(splits.train, recipe.data.max_length)
     subject.rows = shortened_rows(splits.train, whole=teacher.rows.whole_documents, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)
