@@ -14,8 +14,9 @@ The functions get the models' logits (scale and soft cap applied, no temperature
 chunks of rows, so that the logits of a batch never exist together; autograd computes their gradients chunk by chunk.
 They are summed with the recipe's other terms, over the same tokens and divided by the same count.
 
-`--plugin` is the only way that a run executes code of its user: a recipe alone never does. The file's hash is part of
-the resolved recipe, so that a run is not resumed with other code.
+`--plugin` is the only way that a run executes code of its user: a recipe alone never does. The file's hash, and
+that of each module that it imports from its own folder, is part of the resolved recipe, so that a run is not resumed
+with other code.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distill.core.diff_settings import diff_settings
+from distill.core.imported_files import hash_imported_files
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights
 from distill.objectives.targets import HeadForward
@@ -173,6 +176,10 @@ def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = N
     plugin = load_plugin(path) if loss.runs_terms or not named else _unused(path)
     if plugin.sha256 != loss.plugin.sha256:
         raise ValueError(f"--plugin {path}: expected the file with SHA-256 {loss.plugin.sha256}, got {plugin.sha256}")
+    for module, was, now in diff_settings(loss.plugin.modules, hash_imported_files(Path(path), plugin.code)):
+        raise ValueError(
+            f"--plugin {path}: it imports {module} from its folder: expected the file with SHA-256 {was}, got {now}"
+        )
     for term in loss.terms:
         if isinstance(term, PluginTerm) and term.function not in plugin.terms:
             raise ValueError(

@@ -118,7 +118,7 @@ def prompts_read(watch, without):
 
 @pytest.fixture
 def harness(library):
-    """Stands in for lm_eval: a task with one question, which it renders with the tokenizer and variables it is given."""
+    """Stands in for lm_eval: a task with one question, rendered with the tokenizer and variables that it is given."""
     import torch
 
     root, tasks, models = (types.ModuleType(f"lm_eval{name}") for name in ("", ".tasks", ".models"))

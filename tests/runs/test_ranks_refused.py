@@ -129,7 +129,7 @@ def test_a_rank_with_other_held_out_data_is_named(places):
     with two_ranks(places) as ranks:
         codes, errors = outcome(ranks)
     assert codes == [2, 2], errors
-    assert "rank 1: validation" in errors[0], errors
+    assert "rank 1: data.validation.held.txt differs" in errors[0], errors
 
 
 def test_a_rank_with_another_file_of_functions_is_named(places):
