@@ -81,7 +81,7 @@ def _check_finished(recipe: Recipe, folder: Path) -> None:
     vocabulary = source_of(recipe).vocabulary()
     with console.announced("reading", recipe.data.source):
         splits = vocabulary.read(recipe.data, recipe.train.seed)
-    data = locked_data(splits.train, vocabulary, splits.report.digest)
+    data = locked_data(recipe, splits, vocabulary)
     origin = f"--resume: {path} (move {folder} away to train the stage again)"
     check_same({"data": lock["data"]}, {"data": data}, origin)
 

@@ -12,6 +12,7 @@ import typer
 
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RUNS, check_folder
+from distill.core.imported_files import hash_imported_files
 from distill.recipe import Recipe, load
 from distill.recipe.shipped import find_architecture, find_recipe, shipped_recipes
 from distill.recipe.teachers import teacher_sections
@@ -80,7 +81,8 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
 
 
 def plugin_override(plugin: Path | None) -> list[str]:
-    """Return the overrides of `--plugin FILE`: the file, and its hash, which tells later what code has run.
+    """Return the overrides of `--plugin FILE`: the file, its hash and those of the modules of its folder that it
+    imports, which tell later what code has run.
 
     Raises:
         ValueError: The file cannot be read.
@@ -89,9 +91,11 @@ def plugin_override(plugin: Path | None) -> list[str]:
         return []
     try:
         code = plugin.read_bytes()
+        modules = hash_imported_files(plugin, code)
     except OSError as error:
         raise ValueError(f"--plugin {plugin}: cannot be read: {error.strerror}") from None
-    return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
+    file = {"file": str(plugin), "sha256": hashlib.sha256(code).hexdigest(), "modules": modules}
+    return [f"loss.plugin={json.dumps(file)}"]
 
 
 def load_models(target: str, teacher: str | None, with_teacher: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,12 +16,14 @@ import typer
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
 from distill.core import console, launch, ranks
 from distill.core.folders import check_folder
+from distill.core.heartbeat import end_together
 from distill.core.units import plural
 from distill.recipe import Recipe, StoredTeacherConfig
 
 CACHES = Path("caches")
 
 
+@end_together(holds_store=True)
 def cache(
     recipe: RecipeArgument,
     overrides: Overrides = None,

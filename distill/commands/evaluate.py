@@ -21,9 +21,11 @@ from distill.core import console, launch, ranks
 from distill.core.errors import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import check_output_file
+from distill.core.heartbeat import end_together
 from distill.core.units import plural
 
 
+@end_together(holds_store=True)
 def evaluate(
     target: TargetArgument,
     teacher: Annotated[

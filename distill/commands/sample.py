@@ -19,6 +19,7 @@ from distill.commands.arguments import (
     print_json,
 )
 from distill.core import console, launch, ranks
+from distill.core.heartbeat import end_together
 from distill.core.units import plural
 from distill.recipe.compatibility import require_command
 
@@ -38,6 +39,7 @@ class EngineName(StrEnum):
     vllm = "vllm"
 
 
+@end_together(holds_store=True)
 def sample(
     recipe: RecipeArgument,
     prompts: Annotated[

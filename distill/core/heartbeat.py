@@ -63,12 +63,17 @@ def announced_refusal() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def end_together() -> Iterator[None]:
-    """End every rank of the run soon after one of them has ended in the block by an error."""
+def end_together(*, holds_store: bool = False) -> Iterator[None]:
+    """End every rank soon after one of them has ended in the block by an error.
+
+    Args:
+        holds_store: Whether the main process holds the store of a launch without a launcher from the beginning on: for
+            commands whose ranks do not always join a process group, which would hold it otherwise.
+    """
     if world_size() == 1:
         yield
         return
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(holds_store=holds_store and is_main_process() and not _is_held_by_launcher())
     heartbeat.start()
     try:
         yield
@@ -141,6 +146,7 @@ class Heartbeat:
     Args:
         advice: Function that says how to go on after another rank has stopped.
         ends_with_store: Whether this process ends where the one that holds the store is gone.
+        holds_store: Whether this process holds the store, from the first heartbeat until all others are done.
 
     Attributes:
         current: The heartbeat of this process, while it has one.
@@ -150,10 +156,13 @@ class Heartbeat:
     current: ClassVar[Heartbeat | None] = None
     made: ClassVar[int] = 0  # every rank makes as many, so that each has keys of its own in the store
 
-    def __init__(self, advice: Callable[[], str] = str, *, ends_with_store: bool = True) -> None:
+    def __init__(
+        self, advice: Callable[[], str] = str, *, ends_with_store: bool = True, holds_store: bool = False
+    ) -> None:
         self.rank = int(os.environ["RANK"])
         self.advice = advice
         self.ends_with_store = ends_with_store
+        self.holds_store = holds_store
         self.begun = 0
         self._prefix = _prefix()
         self._ended = threading.Event()
@@ -179,14 +188,21 @@ class Heartbeat:
             return
         # the thread ends first: from here on only the main thread speaks for this rank
         self._thread.join()
-        _leave(store, failure, LINGER_S)
+        if not self.holds_store:
+            _leave(store, failure, LINGER_S, waits=failure is not None)
+        elif failure is not None:
+            _leave(store, failure, JOIN_S)  # the others may not have started
+        else:
+            # the store ends with this process: to others that are still at work, its end would look like a failure
+            _leave(store, None, SILENT_S)
 
     def _run(self) -> None:
         """Beat, and end this process where another one has ended by an error."""
         try:
             # one connection for this thread, one for the main thread: a call that waits blocks all others on its own
-            store = _connect(RENDEZVOUS_S, self._prefix)
-            self._store = _connect(RENDEZVOUS_S, self._prefix)
+            store = _connect(RENDEZVOUS_S, self._prefix, holds=self.holds_store)
+            # a held store lives as long as a connection that holds it: longer than this thread
+            self._store = _connect(RENDEZVOUS_S, self._prefix, holds=self.holds_store)
         except RuntimeError:  # nobody holds a store: joining fails in the main thread for the same reason
             return
         who = f"{os.getpid()} {socket.gethostname()}"
@@ -248,7 +264,8 @@ class Heartbeat:
         return beat
 
 
-def _leave(store: Store, failure: dict[str, object] | None, linger: float) -> None:
+def _leave(store: Store, failure: dict[str, object] | None, linger: float, *, waits: bool = True) -> None:
+    """Tell the others that this rank is done; the main process waits for them for up to `linger` seconds."""
     with contextlib.suppress(RuntimeError):  # the rank that holds the store is gone
         # the first reason stands: later ones follow from it
         if failure is not None and not store.check([FAILED]):
@@ -257,7 +274,7 @@ def _leave(store: Store, failure: dict[str, object] | None, linger: float) -> No
         # unless a launcher hosts it, the store ends with the main process: the others read the reason before that
         others = [f"done/{rank}" for rank in range(world_size())]
         until = time.monotonic() + linger
-        while failure is not None and is_main_process() and time.monotonic() < until:
+        while waits and is_main_process() and time.monotonic() < until:
             if store.check(others):
                 return
             time.sleep(POLL_S / 10)
@@ -265,9 +282,13 @@ def _leave(store: Store, failure: dict[str, object] | None, linger: float) -> No
 
 def _leave_before_joining(failure: dict[str, object] | None, prefix: str) -> None:
     """Tell the others that this rank will not join; the main process holds the store for it unless a launcher does."""
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds = is_main_process() and not _is_held_by_launcher()
     with contextlib.suppress(RuntimeError):  # no other rank has started
-        _leave(_connect(JOIN_S, prefix, holds=is_main_process() and not by_launcher), failure, JOIN_S)
+        _leave(_connect(JOIN_S, prefix, holds=holds), failure, JOIN_S, waits=failure is not None)
+
+
+def _is_held_by_launcher() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _prefix() -> str:

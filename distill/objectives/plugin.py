@@ -16,8 +16,9 @@ They are summed with the recipe's other terms, over the same tokens and divided 
 
 The file may have the function of `loss.token_weights` (token_weights.py) in place of terms or beside them.
 
-`--plugin` is the only way that a run executes code of its user: a recipe alone never does. The file's hash is part of
-the resolved recipe, so that a run is not resumed with other code.
+`--plugin` is the only way that a run executes code of its user: a recipe alone never does. The file's hash, and
+that of each module that it imports from its own folder, is part of the resolved recipe, so that a run is not resumed
+with other code.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distill.core.diff_settings import diff_settings
+from distill.core.imported_files import hash_imported_files
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights
 from distill.objectives.targets import HeadForward
@@ -250,6 +253,10 @@ def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = N
         plugin = Plugin({}, hashlib.sha256(code).hexdigest(), code)
     if plugin.sha256 != loss.plugin.sha256:
         raise ValueError(f"--plugin {path}: expected the file with SHA-256 {loss.plugin.sha256}, got {plugin.sha256}")
+    for module, was, now in diff_settings(loss.plugin.modules, hash_imported_files(Path(path), plugin.code)):
+        raise ValueError(
+            f"--plugin {path}: it imports {module} from its folder: expected the file with SHA-256 {was}, got {now}"
+        )
     for term in loss.terms:
         if isinstance(term, PluginTerm) and term.function not in plugin.terms:
             raise ValueError(

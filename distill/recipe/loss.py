@@ -166,10 +166,12 @@ class PluginFile(Section):
     Attributes:
         file: path of the Python file.
         sha256: SHA-256 of its content, in hexadecimal.
+        modules: SHA-256 of each module that it imports from its own folder, by path relative to that.
     """
 
     file: Text
     sha256: Annotated[str, Field(pattern=SHA256)]
+    modules: dict[str, Annotated[str, Field(pattern=SHA256)]] = Field(default_factory=dict)
 
 
 class Schedule(Section):

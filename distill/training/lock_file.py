@@ -35,6 +35,7 @@ from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.base import Teacher
 
 if TYPE_CHECKING:
+    from distill.data.load import Splits
     from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -50,21 +51,20 @@ def build_lock(
     teacher: Teacher,
     student: nn.Module,
     vocabulary: Vocabulary,
-    rows: Iterable[Mapping[str, Any]],
+    splits: Splits,
     processes: int,
-    source: str = "",
 ) -> Plain:
     """Return everything that the run depends on, as plain data.
 
     Args:
         teacher: Loaded teacher, its attention back end chosen; likewise `student`, before training.
         vocabulary: Tokenizer and chat template of the data.
-        source: Hash of the data's source (a hub data set's fingerprint).
+        splits: Training and held-out rows.
     """
     seed = recipe.train.seed
     return {
         "recipe": locked_recipe(recipe),
-        "data": locked_data(rows, vocabulary, source),
+        "data": locked_data(recipe, splits, vocabulary),
         "teacher": teacher.fingerprint(),
         "student": model_identity(student),
         "seeds": {
@@ -78,9 +78,18 @@ def build_lock(
     }
 
 
-def locked_data(rows: Iterable[Mapping[str, Any]], vocabulary: Vocabulary, source: str) -> Plain:
-    """Return what a lock file holds of the data: hashes of source, tokenised rows, tokenizer, and the template."""
-    return {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(vocabulary)}
+def locked_data(recipe: Recipe, splits: Splits, vocabulary: Vocabulary) -> Plain:
+    """Return what a lock file holds of the data: hashes of source, tokenised rows, tokenizer, and the template.
+
+    The source's hash is that of its content, or a hub data set's fingerprint; held-out rows are named by their source.
+    """
+    held_out = recipe.data.validation.source or "rows_sha256"
+    return {
+        "source": splits.report.digest,
+        "rows_sha256": hash_rows(splits.train),
+        "validation": {held_out: hash_rows(splits.validation)},
+        **_text_to_tokens(vocabulary),
+    }
 
 
 def hash_rows(rows: Iterable[Mapping[str, object]]) -> str:
@@ -175,6 +184,8 @@ def check_same(locked: Mapping[str, object], now: Mapping[str, object], origin: 
     """
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
     for name, old, new in diff_settings(imposed, now):
+        if name.startswith("data.validation.") and "validation" not in imposed["data"]:
+            continue  # a lock of an earlier version
         raise RecipeError([f"{origin}: {name} differs: locked {quote(old)}, here {quote(new)}"])
 
 

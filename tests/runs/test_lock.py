@@ -8,6 +8,8 @@ from torch import nn
 
 from distill.core.diff_settings import diff_settings
 from distill.data.chat import FROZEN_DAY
+from distill.data.load import Splits
+from distill.data.report import DataReport
 from distill.models.load.fingerprint import fingerprint
 from distill.recipe import parse
 from distill.run import run
@@ -161,7 +163,7 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     overrides = [[], ["data.chat_template=t.jinja"], ["data.chat_template=none"]]
     vocabularies = [source_of(recipe(*more)).vocabulary() for more in overrides]
     made = [
-        build_lock(recipe(*more), **models, vocabulary=own, rows=[], processes=1)["data"]
+        build_lock(recipe(*more), **models, vocabulary=own, splits=Splits([], [], DataReport()), processes=1)["data"]
         for more, own in zip(overrides, vocabularies, strict=True)
     ]
     assert [data["chat_template_date"] for data in made] == [None, str(FROZEN_DAY), None]

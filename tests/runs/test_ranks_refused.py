@@ -36,14 +36,15 @@ def places(inputs, tmp_path):
 
 
 @contextlib.contextmanager
-def two_ranks(places, *more):
+def two_ranks(places, *more, command=None):
+    own = command or ["run", "tiny.yaml", "--name", "tiny", f"output_dir={places / 'runs'}"]
     port = str(free_port())
     ranks = []
     for rank in (0, 1):
         launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(
             Forked(
-                ["-m", "distill", "run", "tiny.yaml", "--name", "tiny", f"output_dir={places / 'runs'}", *more],
+                ["-m", "distill", *own, *more],
                 cwd=places / str(rank),
                 env=clean_environment(**launched, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
                 stdout=PIPE,
@@ -128,7 +129,7 @@ def test_a_rank_with_other_held_out_data_is_named(places):
     with two_ranks(places) as ranks:
         codes, errors = outcome(ranks)
     assert codes == [2, 2], errors
-    assert "rank 1: validation" in errors[0], errors
+    assert "rank 1: data.validation.held.txt differs" in errors[0], errors
 
 
 def test_a_rank_with_another_file_of_functions_is_named(places):
@@ -154,3 +155,73 @@ def test_two_ranks_with_the_same_inputs_train(places):
         codes, errors = outcome(ranks)
     assert codes == [0, 0], errors
     assert (places / "runs/tiny/student/model.safetensors").is_file()
+
+
+# ------------------------------------------------------------------ other commands on several ranks
+
+# of copies of a teacher, the ranks join no process group; of shards they do
+COMMANDS = {
+    "cache": ["cache", "tiny.yaml", "--hidden"],
+    "cache in shards": ["cache", "tiny.yaml", "--hidden", "parallel.teacher=sharded"],
+    "sample in shards": [
+        *("sample", "tiny.yaml", "--from", "teacher", "--prompts", "prompts.txt", "--engine", "transformers"),
+        *("--max-new-tokens", "8", "--batch-size", "1", "parallel.teacher=sharded"),
+    ],
+}
+
+
+def command_of(name, places):
+    (places / "0/prompts.txt").write_text("".join(f"What is {n}?\n" for n in range(2000)))
+    shutil.copy(places / "0/prompts.txt", places / "1/prompts.txt")
+    out = places / ("made.jsonl" if name.startswith("sample") else "made")
+    return [*COMMANDS[name], "--out", str(out)], out
+
+
+@pytest.mark.plain("cache-with_a_typo-1", "sample in shards-without_teacher-0")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", [with_a_typo, without_data, without_teacher])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_refused_rank_ends_the_other_one_of_a_command(places, name, fault, rank):
+    command, out = command_of(name, places)
+    if fault is without_data and name.startswith("sample"):
+        fault = lambda place: (place / "prompts.txt").unlink()  # noqa: E731  (the data of this command)
+    fault(places / str(rank))
+    with two_ranks(places, command=command) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes[rank] == 2 and codes[1 - rank] in (1, 2), errors
+    line = errors[1 - rank].strip().splitlines()[-1]
+    assert f"rank {rank} has ended: " in line, errors
+    assert not (out / "manifest.json").exists()
+
+
+@pytest.mark.plain("cache-1", "sample in shards-0")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_killed_rank_ends_the_other_one_of_a_command(places, name, rank):
+    command, out = command_of(name, places)
+    if name.startswith("cache"):
+        for place in ("0", "1"):  # enough that the other one is at work when it is killed
+            (places / place / "text.txt").write_text(
+                "\n".join(f"Line {n} says {n * 7919} things." for n in range(20000))
+            )
+        command += ["--batch-size", "1"]
+    with two_ranks(places, command=command) as ranks:
+        until = time.monotonic() + SECONDS
+        while not out.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks[rank].send_signal(signal.SIGKILL)
+        codes, errors = outcome(ranks)
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, None), errors
+    assert errors[1 - rank].strip(), errors
+
+
+@pytest.mark.plain("cache")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_of_sound_ranks_ends_in_order(places, name):
+    command, out = command_of(name, places)
+    for place in ("0", "1"):
+        (places / place / "prompts.txt").write_text("What is 4?\nWhat is 5?\n")
+    with two_ranks(places, command=command) as ranks:
+        codes, errors = outcome(ranks)
+    assert codes == [0, 0], errors
+    assert out.exists() and not any("has ended" in error for error in errors)
