@@ -41,7 +41,8 @@ from scripts import (  # noqa: E402
     template_page,
 )
 from scripts.families import page as family_page  # noqa: E402
-from scripts.study import shrink, shrink_quantise  # noqa: E402, shrink_quantise
+from scripts.study.planner import read_plan  # noqa: E402
+from scripts.study.report import finished, markdown  # noqa: E402
 
 NOTE = settings_pages.NOTE
 
@@ -73,8 +74,8 @@ def generated() -> dict[Path, str]:
             text = _block(text, "read", row_layouts_page.read_lists()) if path.name == "data-formats.md" else text
             text = _block(text, "other tools", other_tools_table()) if path.name == "from-other-tools.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
-            text = _block(text, "pruned", pruned_table()) if path.name == "shrink.md" else text
-            text = _block(text, "quantised", quantised_table()) if path.name == "shrink.md" else text
+            text = _block(text, "pruned", study_table("shrink-trained")) if path.name == "shrink.md" else text
+            text = _block(text, "quantised", study_table("quantise")) if path.name == "shrink.md" else text
             text = _block(text, "models", family_page.table()) if path.name == "supported-models.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
@@ -91,16 +92,9 @@ def other_tools_table() -> str:
     return "\n".join(lines)
 
 
-def pruned_table() -> str:
-    """Return the table of pruned students after equal tokens."""
-    rows = (readme.STUDY_RESULTS / "cuda-shrink-trained.jsonl").read_text(encoding="utf-8").splitlines()
-    return shrink.trained_table([json.loads(row) for row in rows]).rstrip()
-
-
-def quantised_table() -> str:
-    """Return the table of students trained in 4 bits."""
-    rows = (readme.STUDY_RESULTS / "h100-shrink-quantise.jsonl").read_text(encoding="utf-8").splitlines()
-    return shrink_quantise.table([json.loads(row) for row in rows])
+def study_table(plan: str) -> str:
+    """Return the table of a study's rows."""
+    return markdown(read_plan(plan), finished(readme.STUDY_RESULTS, plan)).rstrip()
 
 
 def chat_templates(text: str) -> str:

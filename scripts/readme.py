@@ -32,7 +32,8 @@ STUDIES = {
     "<!-- study -->": (
         "objectives",
         "Which loss brings a student closest to its teacher: held-out forward KL and top-1 agreement, mean and spread "
-        "over seeds, SmolLM2-135M-Instruct cut to fewer layers, equal tokens (`python -m scripts.study`):",
+        "over seeds, SmolLM2-135M-Instruct cut to fewer layers, equal tokens "
+        "(`python -m scripts.study --plan objectives`):",
     ),
     "<!-- study teachers -->": (
         "teachers",
@@ -47,7 +48,7 @@ STUDIES = {
     "<!-- study privileged -->": (
         "privileged",
         "SmolLM2-135M-Instruct distilled from itself with privileged context, exact match on held-out questions "
-        "(`python -m scripts.study.privileged`):",
+        "(`python -m scripts.study --plan privileged`):",
     ),
 }
 # words of the study's rows, and the terms that the pages use
@@ -365,19 +366,20 @@ def figure(settings: str, rows: list[dict[str, Any]]) -> str:
 
 def study(plan: str, title: str, folder: Path) -> list[str]:
     """A plan's tables and verdict, what they were made on, and its picture; nothing where there are no rows of it."""
-    from scripts.study.__main__ import plan_of
-    from scripts.study.runs import finished
+    from scripts.study import report
+    from scripts.study.planner import read_plan
 
-    rows = finished(folder, plan)
+    rows = report.finished(folder, plan)
     if not rows:
         return []
     newest = max(rows, key=lambda row: row["date"])
     made = f"{newest['gpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
-    known = plan_of(plan)
-    tables, picture = known.names
-    where = f"; every figure, with intervals and tests: `{STUDY_RESULTS.relative_to(ROOT) / tables}`" if picture else ""
+    known = read_plan(plan)
+    tables = STUDY_RESULTS.relative_to(ROOT) / known.fields["tables"]
+    picture = known.fields.get("picture", {}).get("file")
+    where = f"; every figure, with intervals and tests: `{tables}`" if picture else ""
     drawn = ["", f"![quality over tokens](assets/{picture})"] if picture else []
-    overview = known.overview(rows)
+    overview = report.overview(known, rows)
     for measured, term in _TERMS.items():
         overview = overview.replace(measured, term)
     return [title, "", overview, f"<sub>{made}{where}</sub>", *drawn]

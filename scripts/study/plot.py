@@ -1,4 +1,4 @@
-"""The study's picture: held-out KL to the teacher over the tokens seen, one panel a data set and depth."""
+"""Pictures of studies: held-out figures over the tokens seen, or the KL before and after training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from distill.core.files import write_text
 from distill.reports.plots import draw_legend, new_figure, to_svg
 from distill.reports.style import LIGHT, standalone
-from scripts.study.plan import KNOWN
-from scripts.study.verdict import Rows, by_objective, settings_of
+from scripts.study.planner import Plan
+from scripts.study.report import Rows, compared, group, numbers, values
 
 COLORS = [LIGHT["quiet"], *(LIGHT[f"series-{number}"] for number in range(8))]
+TICKS = (0.3, 1, 3, 10)  # of a logarithmic axis of KLs
 
 
 class Panel(NamedTuple):
@@ -31,15 +32,21 @@ class Panel(NamedTuple):
     figure: str = "forward_kl"
 
 
-def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
-    """Write the first plan's picture; objectives that it does not name are left out."""
+def draw(plan: Plan, rows: Rows, path: Path) -> None:
+    """Write the picture that a plan asks for, as SVG."""
+    wanted = plan.fields["picture"]
+    if "before_and_after" in wanted:
+        draw_before_and_after(plan, rows, wanted["before_and_after"], path)
+        return
     panels = []
-    for data, layers in settings_of(rows):
-        groups = by_objective(rows, data, layers)
-        known = {name: groups[name] for name in KNOWN if name in groups}
-        panels.append(Panel(f"{data}, {layers} layers", known, figure))
+    for levels, here in group(rows, wanted["of"]).items():
+        named = dict(zip(wanted["of"], levels, strict=True))
+        figures = wanted["figures"]
+        for figure in figures[named["part"]] if isinstance(figures, dict) else figures:
+            heading = wanted["title"].format(**named, figure=figure.replace("_kl", " KL"))
+            panels.append(Panel(heading, compared(plan, here, wanted["lines"]), figure))
     drawn = {name for panel in panels for name in panel.groups}
-    draw_panels(panels, [name for name in KNOWN if name in drawn], path)
+    draw_panels(panels, [name for name in plan.levels(wanted["lines"]) if name in drawn], path)
 
 
 def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> None:
@@ -86,3 +93,30 @@ def _line(axes: Any, curves: list[list[dict[str, float]]], figure: str, color: s
         axes.fill_between(tokens, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, lw=0)
     (line,) = axes.plot(tokens, [statistics.fmean(v) for v in values], color=color, lw=1.5, marker="o", ms=2.5)
     return line
+
+
+def draw_before_and_after(plan: Plan, rows: Rows, axes: Sequence[str], path: Path) -> None:
+    """Write the KL before and after training of each student, with intervals."""
+    found = group(rows, axes, plan)
+    places = range(len(found), 0, -1)
+    before = [statistics.fmean(numbers(here, "before.forward_kl")) for here in found.values()]
+    after = [statistics.fmean(numbers(here, "after.forward_kl")) for here in found.values()]
+    lows = [min(low for _, low, _ in values(here, "after.forward_kl")) for here in found.values()]
+    highs = [max(high for _, _, high in values(here, "after.forward_kl")) for here in found.values()]
+    names = [", ".join(levels) for levels in found]
+    spans = [
+        [value - low for value, low in zip(after, lows, strict=True)],
+        [high - value for value, high in zip(after, highs, strict=True)],
+    ]
+    with new_figure(6.4, 0.9 + 0.34 * len(found)) as figure:
+        axis = figure.subplots()
+        axis.plot(before, places, "o", color=LIGHT["quiet"], ms=5, label="before training")
+        axis.errorbar(after, places, xerr=spans, fmt="o", color=LIGHT["series-0"], ms=5, label="after training")
+        axis.set_xscale("log")
+        axis.set_yticks(places, names)
+        axis.minorticks_off()
+        axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        axis.set_xlabel("KL to the teacher, nats a token")
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
+        heading = "; ".join(f"{name}: {value:.3f}" for name, value in zip(names, after, strict=True))
+        write_text(path, standalone(to_svg(figure, f"KL after training: {heading}")))
