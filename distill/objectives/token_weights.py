@@ -113,7 +113,10 @@ class TokenWeighting:
             if end is not None:
                 inside &= position < _from_the_end(end, arrays["length"])
             weights = weights * inside
-        return weights if self.function is None else weights * self._given(arrays, len(position))
+        # a rank without rows has a batch of padding, whose empty arrays have no largest for the function to take
+        if self.function is None or not len(position):
+            return weights
+        return weights * self._given(arrays, len(position))
 
     def _given(self, arrays: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
         """Return what the function gives, [n] in float32 or float64."""

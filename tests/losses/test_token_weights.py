@@ -9,6 +9,7 @@ import copy
 import functools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from distill.doctor.invariants_runs import ranks_change_nothing, resume_is_exact
 from distill.objectives.token_weights import TokenWeighting, batch_arrays
 from distill.recipe.loss import Loss, TokenWeights
 from distill.teachers.objective import DistillationObjective
+from distill.training.token_weights import TokenWeightMetrics
 from distill.training.trainer import DistillationTrainer
 
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]
@@ -416,6 +418,29 @@ def test_weights_are_constants_and_the_route_is_the_recipes(subject_of):
     objective.detach()
     for name, gradient in gradients_of(subject.student).items():
         assert torch.equal(gradient, ours[name]), name
+
+
+@pytest.mark.parametrize("function", [lambda position: position / position.max(), lambda teacher_entropy: 1 / 0])
+def test_a_batch_of_padding_has_no_weights(function):
+    """As a rank has it that is left without rows."""
+    student, teacher = tiny_model(), tiny_model(seed=1, hidden=64)
+    objective = DistillationObjective(teacher, student, token_weights=function)
+    output = student(**objective.student_inputs(Collator(2)([]), num_items=5))
+    assert output["loss"] == 0 and output["token_weights"].tolist() == [0, 0, 0, 0]
+    output["loss"].backward()
+
+
+def test_faulty_weights_of_a_gpu_end_the_run_at_its_next_log_line():
+    """There they are only counted: to look at them would be to wait."""
+    metrics = TokenWeightMetrics(SimpleNamespace(sum_over_ranks=lambda sums: sums))
+    assert metrics.metrics() == {}
+    for faulty in (0.0, 2.0):
+        metrics.forward_done({}, None, {"token_weights": torch.tensor([8.0, 4.0, 2.0, faulty])})
+        metrics.forward_done({}, None, {"token_weights": torch.tensor([2.0, 1.0, 2.0, 0.0])})
+        if not faulty:
+            assert metrics.metrics() == {"token_weight": 0.5, "token_weight_zero": 0.4}
+    with pytest.raises(ValueError, match="got others for 2 of 10 tokens"):
+        metrics.metrics()
 
 
 # ------------------------------------------------------------------ settings and faults
