@@ -40,6 +40,8 @@ from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+    from distill.models.dtypes import Precision
+    from distill.models.load.shared_weights import FrozenWeights
     from distill.objectives.hidden import StoredHead
     from distill.recipe import Generate, LoadedTeacherConfig, ModelSection, Recipe, TeacherConfig
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
@@ -398,6 +400,10 @@ class TeacherPlan:
             return [shape for part in self.parts() for shape in part.plan.shapes()]
         field = next(iter(self.sections), "teacher")
         return [meta_model(meta_config(self.config_section(), field), field).shape]
+
+    def frozen_weights(self, precision: Precision, *, sharded: bool) -> list[FrozenWeights]:
+        """Return the weights that are loaded in this process and stay frozen, of which models may share one copy."""
+        return [weights for part in self.parts() for weights in part.plan.frozen_weights(precision, sharded=sharded)]
 
     def title(self) -> str:
         """Return a readable name."""

@@ -35,8 +35,11 @@ def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
     layers = float(shape.layered * size) if source.section.offload is not None else 0.0
     in_16_bits = find_skipped(source.meta().model, source.section.fp8_skip).weights  # the others are in fp8
     whole = loading_bytes(source, precision) if source.section.dtype == "fp8" else 0.0
+    weights = placed_bytes(source.section, shape, precision) + in_16_bits * (size - 1)
+    frozen = source.frozen_weights(precision, sharded=context.sharded)
     return Footprint(
-        weights=placed_bytes(source.section, shape, precision) + in_16_bits * (size - 1),
+        weights=weights,
+        checkpoints={own: weights for own in frozen if not own.unlike_files},
         gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
         host=layers,
         moved=layers,
