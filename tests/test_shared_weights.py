@@ -5,15 +5,23 @@ import shutil
 
 import pytest
 import torch
+from distill_kernels.matmul.gated import MinSize
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import TrainingArguments
 
+from distill.models.load.shared_weights import is_shared
 from distill.models.patch.patching import patch
+from distill.models.patch.teacher_layout import interleave
+from distill.planning.device_plan import device_plan
+from distill.planning.devices import Device
+from distill.planning.memory import step_memory
 from distill.recipe import parse
 from distill.run import run
 from distill.teachers.load_context import load_context
 from distill.teachers.opening import open_pair
 from distill.teachers.registry import source_of
+from distill.training.trainer import DistillationTrainer
 
 RECIPE = """
 teacher: {model: base, context: {template: 'Know that {hint}'}}
@@ -85,10 +93,102 @@ def test_half_the_weights_and_the_same_run(workplace, precision):
     """Held against a run whose teacher is read from a copy of the files."""
     setting = f"train.precision={precision}"
     two, adapters = weight_bytes(opened(setting, COPY))
-    for name, override in (("itself", ITSELF), ("path", "teacher.model=./base")):
+    for override in (ITSELF, "teacher.model=./base"):
         pair = opened(setting, override)
         one, _ = weight_bytes(pair)
         assert one - adapters == (two - adapters) / 2 and one <= 0.55 * two + adapters
         assert pair.sharing.startswith("teacher and student hold one copy of")
         assert not any(p.requires_grad for p in pair.teacher.models["teacher"].parameters())
-    assert_same(*(figures(run(recipe(setting, override), name=name).folder) for name, override in (("a", ITSELF), ("b", COPY))))
+    assert_same(
+        *(figures(run(recipe(setting, override), name=name).folder) for name, override in (("a", ITSELF), ("b", COPY)))
+    )
+
+
+def trained(pair, rows, folder):
+    """Return the losses and the adapters of five steps, with the run's optimizer settings."""
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=5,
+        per_device_train_batch_size=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = DistillationTrainer(pair.student, pair.teacher, arguments, loss="jsd", train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: p.detach().clone() for name, p in pair.student.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_kernels_in_both_models_change_nothing_of_it(workplace, kernel_device, precision):
+    """Our kernels replace the forwards of both models: the teacher's plain layers, the student's adapted ones."""
+    found = []
+    for override in (ITSELF, COPY):
+        given = recipe(f"train.precision={precision}", "student.lora.dropout=0", "data.max_length=160", override)
+        source = source_of(given)
+        vocabulary = source.vocabulary()
+        rows = vocabulary.read(given.data, 0).train
+        pair = open_pair(source, vocabulary, load_context(given))
+        assert bool(pair.sharing) is (override is ITSELF)
+        reports = [patch(pair.teacher.models["teacher"], "teacher", attention=None)]
+        reports.append(patch(pair.student, "student", attention=None))
+        assert reports[0].swapped["glu"] == 2 and "lora" not in reports[0].swapped
+        assert reports[1].swapped["lora"] == 14
+        found.append(trained(pair, rows, workplace / "out"))
+    (losses, weights), (expected, copied) = found
+    assert len(losses) == 5 and losses == expected and len(set(losses)) == 5
+    assert all(torch.equal(tensor, copied[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    "overrides, reason",
+    [
+        (["train.precision=bfloat16", "student.dtype=float32"], "the teacher is in bfloat16, the student in float32"),
+        (["teacher.dtype=fp8"], "teacher.dtype: fp8"),
+        (["teacher.offload=cpu"], "teacher.offload: cpu"),
+        (["student.quantise={format: q8_0}", "student.lora.dropout=0"], "student.quantise"),
+        (["teacher.attention=eager"], "teacher.attention is eager, student.attention auto"),
+    ],
+)
+def test_why_a_student_has_its_own_copy_is_said(workplace, overrides, reason):
+    pair = opened(*overrides)
+    assert pair.sharing == f"the student holds its own copy of a teacher's checkpoint: {reason}"
+    assert not any(is_shared(parameter) for _, model in pair.models() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("overrides", [["student.lora=null"], [COPY]], ids=["trained", "other files"])
+def test_weights_that_cannot_be_shared_are_not_spoken_of(workplace, overrides):
+    pair = opened(*overrides)
+    assert pair.sharing == ""
+    assert not any(is_shared(parameter) for _, model in pair.models() for parameter in model.parameters())
+
+
+def test_a_shared_teacher_keeps_the_layout_that_the_student_saves(workplace):
+    """Interleaved rows of gate and up are views that safetensors refuses, and that the student would be saved with."""
+    smallest = MinSize(inputs=1, rows=1)
+    for override, count in ((ITSELF, 0), (COPY, 2)):
+        teacher = opened("train.precision=bfloat16", override).teacher.models["teacher"]
+        patch(teacher, "teacher", attention=None)
+        assert interleave(teacher, smallest)["interleaved"] == count
+
+
+def test_memory_is_planned_once(workplace):
+    device = Device("a GPU", 80 * 2**30, "hopper", True)
+    one, two = (
+        step_memory(device_plan(recipe("train.precision=bfloat16", override), device, 1)) for override in (ITSELF, COPY)
+    )
+    pair = opened("train.precision=bfloat16", ITSELF)
+    held, _ = weight_bytes(pair)
+    assert one.parts["teacher"] + one.parts["student"] == held
+    assert one.parts["teacher"] == two.parts["teacher"] == one.shared and two.shared == 0
+    assert two.peak - one.peak == one.shared
+    assert {name: size for name, size in one.parts.items() if name != "student"} == {
+        name: size for name, size in two.parts.items() if name != "student"
+    }
+    sharded = step_memory(device_plan(recipe(ITSELF), device, 2), sharded=True)
+    assert sharded.shared == 0, "shards of the student are not the teacher's whole weights"
