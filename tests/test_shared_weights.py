@@ -8,19 +8,25 @@ import torch
 from distill_kernels.matmul.gated import MinSize
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from distill.models.load.shared_weights import is_shared
+from distill.models.adapters import add_lora
+from distill.models.load.shared_weights import is_shared, shared_among
+from distill.models.loading import load_teacher
 from distill.models.patch.patching import patch
 from distill.models.patch.teacher_layout import interleave
 from distill.planning.device_plan import device_plan
 from distill.planning.devices import Device
 from distill.planning.memory import step_memory
-from distill.recipe import parse
+from distill.recipe import Lora, parse
+from distill.recipe.teachers import loaded_section
 from distill.run import run
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.student import FILE, AveragedTeacher
 from distill.teachers.load_context import load_context
 from distill.teachers.opening import open_pair
 from distill.teachers.registry import source_of
+from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.training.trainer import DistillationTrainer
 
 RECIPE = """
@@ -192,3 +198,78 @@ def test_memory_is_planned_once(workplace):
     }
     sharded = step_memory(device_plan(recipe(ITSELF), device, 2), sharded=True)
     assert sharded.shared == 0, "shards of the student are not the teacher's whole weights"
+
+
+# ------------------------------------------------------------------ an average of adapters
+
+AVERAGED = "teacher={type: student, ema: 0.7, context: {template: 'Know that {hint}'}}"
+
+
+def adapters_of(model):
+    return {name.partition("base_model.model.")[2]: p for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_an_average_of_adapters_is_that_of_its_definition(workplace):
+    """Held against float64; the weights under the adapters are the student's own and stay as they are."""
+    pair = opened("train.precision=bfloat16", AVERAGED)
+    teacher = pair.teacher.models["teacher"]
+    assert pair.sharing.startswith("teacher and student hold one copy of")
+    own, theirs = adapters_of(teacher), adapters_of(pair.student)
+    assert len(own) == 28 and own.keys() == theirs.keys()
+    assert all(torch.equal(p, theirs[name]) and p is not theirs[name] for name, p in own.items())
+    right = {name: p.detach().double() for name, p in own.items()}
+    frozen = {name: p.detach().clone() for name, p in teacher.named_parameters() if "lora_" not in name}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        with torch.no_grad():
+            for p in theirs.values():
+                p += torch.randn(p.shape, generator=generator)
+        pair.teacher.update_ema(pair.student)
+        right = {name: 0.7 * value + 0.3 * theirs[name].detach().double() for name, value in right.items()}
+    for name, value in right.items():
+        torch.testing.assert_close(own[name].double(), value, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(p, frozen[name]) for name, p in teacher.named_parameters() if name in frozen)
+    pair.teacher.save(workplace)
+    assert load_file(workplace / FILE).keys() == own.keys(), "a checkpoint holds the averaged adapters alone"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, precision):
+    given = recipe(f"train.precision={precision}", AVERAGED)
+    source = source_of(given)
+    vocabulary = source.vocabulary()
+    rows = vocabulary.read(given.data, 0).train
+    context = load_context(given)
+    pairs = [open_pair(source, vocabulary, context) for _ in range(2)]
+    alone = AveragedTeacher(load_teacher(loaded_section(given), dtype=context.precision.teacher), 0.7)
+    alone.add_adapters(given.student.lora, given.train.seed)
+    pairs[1] = pairs[1]._replace(teacher=ContextTeacher(alone, pairs[1].teacher.prompt))
+    assert [shared_among(dict(pair.models())).count > 0 for pair in pairs] == [True, False]
+    (losses, weights), (expected, copied) = (trained(pair, rows, workplace / "out") for pair in pairs)
+    assert losses == expected and len(set(losses)) == 5
+    assert all(torch.equal(tensor, copied[name]) for name, tensor in weights.items())
+    one, other = (adapters_of(pair.teacher.models["teacher"]) for pair in pairs)
+    assert all(torch.equal(p, other[name]) for name, p in one.items())
+    assert any(not torch.equal(p, weights[f"base_model.model.{name}"]) for name, p in one.items())
+
+
+def test_a_resumed_run_continues_the_average_of_adapters(workplace):
+    settings = ["train.save_every=2", "train.arguments={save_total_limit: 4}", AVERAGED]
+    straight = run(recipe(*settings), name="straight").folder
+    shutil.copytree(straight, workplace / "runs/again")
+    for path in (workplace / "runs/again").glob("*"):
+        if path.name in ("result.json", "student", "adapter", "checkpoint-4", "checkpoint-6"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = run(recipe(*settings), name="again", resume=True).folder
+    assert_same(figures(straight), figures(again))
+    averages = [load_file(folder / "checkpoint-6" / FILE) for folder in (straight, again)]
+    assert all(torch.equal(tensor, averages[1][name]) for name, tensor in averages[0].items())
+    merged = AutoModelForCausalLM.from_pretrained(straight / "student")
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+def test_a_teacher_with_an_adapter_on_its_head_is_refused():
+    """The losses read the head's own weight."""
+    model = add_lora(tiny_model(), Lora(head=True))
+    with pytest.raises(ValueError, match="teacher: expected a head without adapters"):
+        LoadedTeacher(model)

@@ -278,7 +278,8 @@ class StudentTeacherConfig(LoadedTeacherConfig):
 
     Attributes:
         ema: with `type: student`, make the teacher an exponential moving average of the student: after each step its
-            weights are `ema` times themselves plus (1 - `ema`) times the student's. null keeps it frozen.
+            weights are `ema` times themselves plus (1 - `ema`) times the student's; with `student.lora` those of the
+            adapters. null keeps it frozen.
     """
 
     type: Literal["student"]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from distill.models.dtypes import Precision
     from distill.models.load.shared_weights import FrozenWeights
     from distill.objectives.hidden import StoredHead
-    from distill.recipe import Generate, LoadedTeacherConfig, ModelSection, Recipe, TeacherConfig
+    from distill.recipe import Generate, LoadedTeacherConfig, Lora, ModelSection, Recipe, TeacherConfig
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
 Prompt = str | list[dict[str, str]]
@@ -251,6 +251,11 @@ class Teacher:
     def follows_student(self) -> bool:
         """True where training changes the teacher, such as a running average of the student."""
         return any(part.teacher.follows_student for part in self.parts())
+
+    def add_adapters(self, lora: Lora, seed: int | None = None) -> None:
+        """Put the student's adapters on a teacher that follows the student; before it is patched or queried."""
+        for part in self.parts():
+            part.teacher.add_adapters(lora, seed)
 
     def update_ema(self, student: nn.Module) -> None:
         """Update a teacher that follows the student; called after each optimizer step."""

@@ -15,7 +15,7 @@ from distill.generation.engines import greedy_responses
 from distill.models.dtypes import Precision
 from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
-from distill.models.head import align_head, last_hidden, probe_logits
+from distill.models.head import align_head, find_head, last_hidden, probe_logits
 from distill.models.load.fingerprint import model_identity
 from distill.models.load.shared_weights import FrozenWeights, frozen_weights
 from distill.models.loading import load_teacher, teacher_seed
@@ -58,6 +58,9 @@ class LoadedTeacher(Teacher):
         self.models: Mapping[str, nn.Module] = {field: model}
         self.tokenizer = tokenizer
         align_head(model)
+        if find_head(model).owner is not find_head(model).linear:
+            # the losses read the head's own weight: the adapter would be left out without a word
+            raise ValueError(f"{field}: expected a head without adapters; merge them, or leave the head out of them")
         self.hidden = HiddenFormat(ModelHead(model), probe_logits(model, field))
         self.format: TargetFormat = self.hidden
 
@@ -213,6 +216,6 @@ class LocalPlan(TeacherPlan):
             total = torch.cuda.get_device_properties(device).total_memory
             if loading_bytes(self, context.precision) > USABLE * total:
                 return load_a_layer_at_a_time(self.section, device=device, dtype=dtype)
-        (weights,) = self.frozen_weights(context.precision, sharded=False)
+        weights = next(iter(self.frozen_weights(context.precision, sharded=False)), None)
         once = functools.partial(context.checkpoints.load, weights)
         return load_teacher(self.section, device=device, dtype=dtype, once=once)
