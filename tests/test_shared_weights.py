@@ -11,6 +11,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from distill.models.adapters import add_lora
+from distill.models.head import unwrap_peft
 from distill.models.load.shared_weights import is_shared, shared_among
 from distill.models.loading import load_teacher
 from distill.models.patch.patching import patch
@@ -39,7 +40,7 @@ generate: {prompts: []}
 ITSELF = "teacher={type: student, context: {template: 'Know that {hint}'}}"
 # the same files in another folder, which are loaded a second time
 COPY = "teacher={model: copy, context: {template: 'Know that {hint}'}}"
-PLAIN = "teacher={model: %s}"
+AVERAGED = "teacher={type: student, ema: 0.7, context: {template: 'Know that {hint}'}}"
 
 
 @pytest.fixture
@@ -110,6 +111,10 @@ def test_half_the_weights_and_the_same_run(workplace, precision):
     )
 
 
+def adapters_of(model):
+    return {name: p for name, p in unwrap_peft(model).named_parameters() if "lora_" in name}
+
+
 def trained(pair, rows, folder):
     """Return the losses and the adapters of five steps, with the run's optimizer settings."""
     arguments = TrainingArguments(
@@ -126,7 +131,7 @@ def trained(pair, rows, folder):
     trainer = DistillationTrainer(pair.student, pair.teacher, arguments, loss="jsd", train_dataset=rows)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: p.detach().clone() for name, p in pair.student.named_parameters() if "lora_" in name}
+    return losses, {name: p.detach().clone() for name, p in adapters_of(pair.student).items()}
 
 
 @pytest.mark.full
@@ -183,14 +188,19 @@ def test_a_shared_teacher_keeps_the_layout_that_the_student_saves(workplace):
         assert interleave(teacher, smallest)["interleaved"] == count
 
 
+@pytest.mark.parametrize("override", [ITSELF, AVERAGED], ids=["frozen", "averaged"])
+def test_memory_is_planned_as_it_is_held(workplace, override):
+    plan = device_plan(recipe("train.precision=bfloat16", override), Device("a GPU", 80 * 2**30, "hopper", True), 1)
+    planned = step_memory(plan).parts
+    held, _ = weight_bytes(opened("train.precision=bfloat16", override))
+    assert planned["teacher"] + planned["student"] == held
+
+
 def test_memory_is_planned_once(workplace):
     device = Device("a GPU", 80 * 2**30, "hopper", True)
     one, two = (
         step_memory(device_plan(recipe("train.precision=bfloat16", override), device, 1)) for override in (ITSELF, COPY)
     )
-    pair = opened("train.precision=bfloat16", ITSELF)
-    held, _ = weight_bytes(pair)
-    assert one.parts["teacher"] + one.parts["student"] == held
     assert one.parts["teacher"] == two.parts["teacher"] == one.shared and two.shared == 0
     assert two.peak - one.peak == one.shared
     assert {name: size for name, size in one.parts.items() if name != "student"} == {
@@ -201,12 +211,6 @@ def test_memory_is_planned_once(workplace):
 
 
 # ------------------------------------------------------------------ an average of adapters
-
-AVERAGED = "teacher={type: student, ema: 0.7, context: {template: 'Know that {hint}'}}"
-
-
-def adapters_of(model):
-    return {name.partition("base_model.model.")[2]: p for name, p in model.named_parameters() if "lora_" in name}
 
 
 def test_an_average_of_adapters_is_that_of_its_definition(workplace):
@@ -250,7 +254,7 @@ def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, pr
     assert all(torch.equal(tensor, copied[name]) for name, tensor in weights.items())
     one, other = (adapters_of(pair.teacher.models["teacher"]) for pair in pairs)
     assert all(torch.equal(p, other[name]) for name, p in one.items())
-    assert any(not torch.equal(p, weights[f"base_model.model.{name}"]) for name, p in one.items())
+    assert any(not torch.equal(p, weights[name]) for name, p in one.items())
 
 
 def test_a_resumed_run_continues_the_average_of_adapters(workplace):

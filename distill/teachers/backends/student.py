@@ -59,9 +59,9 @@ class AveragedTeacher(LoadedTeacher):
         """Put adapters on the model, which start as the student's of the same seed do."""
         from distill.models.adapters import add_lora  # imports peft, a second
 
-        (field,) = self.models
-        self.model = add_lora(self.model, lora, seed=seed).eval().requires_grad_(False)
-        self.models = {field: self.model}
+        # PEFT puts them into the model itself: its wrapper, for training and saving, is not needed
+        add_lora(self.model, lora, seed=seed)
+        self.model.eval().requires_grad_(False)
 
     @torch.no_grad()
     def update_ema(self, student: nn.Module) -> None:
@@ -118,7 +118,7 @@ class AveragePlan(LocalPlan):
         plain = super().footprint(context)
         student = self.recipe.student
         if student.lora is not None:  # adapters are in float32
-            return plain._replace(weights=plain.weights + 4 * meta_student(student).shape.trained)
+            return plain._replace(weights=plain.weights + 4 * meta_student(student, self.meta().config).shape.trained)
         size = context.precision.teacher.itemsize
         return plain._replace(weights=plain.weights + (4 * self.meta().shape.parameters if size < 4 else 0))
 
