@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from distill.models.adapters import add_lora
+from distill.models.adapters import add_lora, save_adapter
 from distill.models.head import unwrap_peft
 from distill.models.load.shared_weights import is_shared, shared_among
 from distill.models.loading import load_teacher
@@ -19,7 +19,7 @@ from distill.models.patch.teacher_layout import interleave
 from distill.planning.device_plan import device_plan
 from distill.planning.devices import Device
 from distill.planning.memory import step_memory
-from distill.recipe import Lora, parse
+from distill.recipe import LocalTeacherConfig, Lora, RecipeError, parse
 from distill.recipe.teachers import loaded_section
 from distill.run import run
 from distill.teachers.backends.local import LoadedTeacher
@@ -277,3 +277,79 @@ def test_a_teacher_with_an_adapter_on_its_head_is_refused():
     model = add_lora(tiny_model(), Lora(head=True))
     with pytest.raises(ValueError, match="teacher: expected a head without adapters"):
         LoadedTeacher(model)
+
+
+# ------------------------------------------------------------------ adapters of one base model as teachers
+
+
+@pytest.fixture
+def adapters(workplace):
+    """Two adapters of the base model, and rows that each is the teacher of."""
+    for number, name in enumerate(("math", "code")):
+        model = add_lora(AutoModelForCausalLM.from_pretrained("base"), Lora(r=4), seed=number)
+        generator = torch.Generator().manual_seed(number)
+        for p in adapters_of(model).values():
+            p.data = 0.1 * torch.randn(p.shape, generator=generator)
+        save_adapter(model, workplace / name)
+    rows = [json.loads(line) for line in (workplace / "chat.jsonl").read_text().splitlines()]
+    routed = [row | {"domain": ("math", "code")[number % 2]} for number, row in enumerate(rows)]
+    (workplace / "chat.jsonl").write_text("\n".join(map(json.dumps, routed)))
+    return workplace
+
+
+def routes(math="base", code="base", **more):
+    """Return overrides of a teacher for each of two routes, of the base model in two folders or one."""
+    each = [
+        {"model": folder, "adapter": name, "merge_adapter": False, "route": name, **more}
+        for name, folder in (("math", math), ("code", code))
+    ]
+    return ["teacher=", f"teachers={json.dumps(each)}", "data.fields={teacher: domain}"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_adapters_of_one_base_hold_it_once(adapters, precision):
+    """Held against teachers of three copies of the base: the same outputs, the same run."""
+    for name in ("other", "third"):
+        shutil.copytree("base", name)
+    setting = f"train.precision={precision}"
+    one = opened(setting, *routes())
+    several = opened(setting, *routes("copy", "other"))
+    assert one.sharing.startswith("teachers.0, teachers.1 and student hold one copy of") and several.sharing == ""
+    (held, added), (copies, _) = weight_bytes(one), weight_bytes(several)
+    assert held - added == (copies - added) / 3
+    planned = step_memory(device_plan(recipe(setting, *routes()), Device("a GPU", 80 * 2**30, "hopper", True), 1))
+    assert planned.parts["teacher"] + planned.parts["student"] == held
+    runs = [
+        figures(run(recipe(setting, *overrides), name=name).folder)
+        for name, overrides in (("one", routes()), ("several", routes("copy", "other")))
+    ]
+    assert_same(*runs)
+
+
+def test_an_adapter_beside_the_weights_is_the_merged_one_up_to_rounding(adapters):
+    ids = torch.arange(3, 40)[None]
+    section = {"model": "base", "adapter": "math"}
+    merged, beside, bare = (
+        load_teacher(LocalTeacherConfig(**given))
+        for given in (section, section | {"merge_adapter": False}, {"model": "base"})
+    )
+    with torch.no_grad():
+        expected, got, other = (model(ids).logits for model in (merged, beside, bare))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ("{model: base, merge_adapter: false}", "merge_adapter: false keeps an adapter beside the weights"),
+        (
+            "{model: base, adapter: math, merge_adapter: false, dtype: fp8}",
+            "16 or 32 bits on the device; got dtype: fp8",
+        ),
+        ("{model: base, adapter: math, merge_adapter: false, offload: cpu}", "got dtype: auto, offload: cpu"),
+    ],
+)
+def test_adapters_that_cannot_stay_beside_the_weights_are_refused(section, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(f"teacher={section}")

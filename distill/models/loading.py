@@ -32,7 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
-from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
+from distill.models.adapters import add_lora, load_and_merge, load_beside, merged, save_adapter
 from distill.models.dtypes import quantised_weights
 from distill.models.layers import layer_count, layer_indices
 from distill.models.load.config_validation import check_config, check_index, read_json
@@ -136,7 +136,7 @@ def load_teacher(
     dtype: torch.dtype | None = None,
     once: Once = each_time,
 ) -> PreTrainedModel:
-    """The teacher on `device`: eval mode, no gradients, its adapter merged.
+    """The teacher on `device`: eval mode, no gradients, its adapter merged or beside the weights.
 
     With `section.offload` its layers stay in host memory and travel to `device` when they are called.
 
@@ -150,7 +150,7 @@ def load_teacher(
     dtype = dtype or _named_dtype(section.dtype)
     model = once(lambda: _load(section, "teacher", place, dtype, teacher_seed(section)))
     if section.adapter is not None:
-        model = load_and_merge(model, section.adapter)
+        model = (load_and_merge if section.merge_adapter else load_beside)(model, section.adapter)
     model.config.use_cache = False
     model.eval().requires_grad_(False)
     return offload_layers(model, device) if section.offload else model

@@ -135,6 +135,13 @@ class LocalPlan(TeacherPlan):
                 "student.from_teacher: layers cannot be cut from a sharded teacher; set parallel.teacher to copied, or "
                 "cut the student where the teacher fits and set student.model to it"
             )
+        if sharded and not section.merge_adapter:
+            problems.append(
+                "teacher.merge_adapter: false needs a teacher that each process holds whole; merge the adapter, or set "
+                "parallel.teacher to copied"
+            )
+        if student.is_cut and not section.merge_adapter:
+            problems.append("student.from_teacher: layers are cut from merged weights; set teacher.merge_adapter: true")
         if section.fp8_skip:
             try:
                 find_skipped(self.meta().model, section.fp8_skip)
@@ -177,8 +184,8 @@ class LocalPlan(TeacherPlan):
             unlike_files = f"{self.field}.dtype: {section.dtype}"
         elif section.offload is not None:
             unlike_files = f"{self.field}.offload: {section.offload}"
-        elif section.adapter is not None:
-            unlike_files = f"{self.field}.adapter is merged into the teacher's weights"
+        elif section.adapter is not None and section.merge_adapter:
+            unlike_files = f"{self.field}.adapter is merged into the teacher's weights ({self.field}.merge_adapter)"
         elif section.init == "pretrained" and quantisation_of(meta_config(section, self.field)) is not None:
             unlike_files = "the teacher's checkpoint is quantised"
         return [frozen_weights(section, self.field, precision.teacher, teacher_seed(section), unlike_files)]
