@@ -9,6 +9,7 @@ from distill_kernels.matmul.gated import MinSize
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
+from two_ranks import run_as_two
 
 from distill.models.adapters import add_lora, save_adapter
 from distill.models.head import unwrap_peft
@@ -208,6 +209,19 @@ def test_memory_is_planned_once(workplace):
     }
     sharded = step_memory(device_plan(recipe(ITSELF), device, 2), sharded=True)
     assert sharded.shared == 0, "shards of the student are not the teacher's whole weights"
+
+
+@pytest.mark.full
+def test_two_processes_hold_one_copy_each_unless_the_student_is_sharded(workplace):
+    (workplace / "tiny.yaml").write_text(RECIPE)
+    command = ("-m", "distill", "run", "tiny.yaml", "student.lora.dropout=0", "--name")
+    one, two = (
+        run_as_two(*command, name, override, cwd=workplace) for name, override in (("one", ITSELF), ("two", COPY))
+    )
+    assert "teacher and student hold one copy of" in one and "hold one copy" not in two
+    assert_same(*(figures(workplace / "runs" / name) for name in ("one", "two")))
+    sharded = run_as_two(*command, "sharded", ITSELF, "parallel={strategy: fsdp, teacher: copied}", cwd=workplace)
+    assert "its own copy of a teacher's checkpoint: the student is sharded" in " ".join(sharded.split())
 
 
 # ------------------------------------------------------------------ an average of adapters
