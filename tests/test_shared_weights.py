@@ -116,6 +116,26 @@ def adapters_of(model):
     return {name: p for name, p in unwrap_peft(model).named_parameters() if "lora_" in name}
 
 
+SETTINGS = {
+    "checkpointing": ["train.gradient_checkpointing=true"],
+    "rollouts": ["data.on_policy={max_new_tokens: 8}", "loss.terms=[{type: reverse_kl}]", "student.lora.dropout=0"],
+    "adapted head": ["student.lora={r: 4, head: true}", "train.precision=bfloat16"],
+    "rows alone": ["data.packing=false", "loss.terms=[{type: jsd}, {type: cross_entropy, weight: 0.3}]"],
+    "store": ["teacher.online_cache=stored-NAME"],
+    "top k": ["teacher.online_cache=top-NAME", "teacher.online_cache_format=top_k", "teacher.top_k=8"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_the_same_run_with(workplace, settings):
+    one, two = (
+        run(recipe(override, *(text.replace("NAME", name) for text in settings)), name=name).folder
+        for name, override in (("one", ITSELF), ("two", COPY))
+    )
+    assert_same(figures(one), figures(two))
+
+
 def trained(pair, rows, folder):
     """Return the losses and the adapters of five steps, with the run's optimizer settings."""
     arguments = TrainingArguments(
