@@ -192,6 +192,10 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     if small:
         student = copy.deepcopy(small_student)
         teacher = small_teacher
+    if recipe.student.lora is not None:
+        teacher.add_adapters(recipe.student.lora, recipe.train.seed)
+        if teacher is not small_teacher:
+            small_teacher.add_adapters(recipe.student.lora, recipe.train.seed)
 
     loss = recipe.loss.with_automatic_layers() if small else recipe.loss.with_kept_layers(pair.layer_indices)
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.doctor.check_setup import CheckSetup
+from distill.models.head import unwrap_peft
 from distill.models.load.read_weights import read_weights
 from distill.teachers.base import Teacher
 
@@ -23,7 +24,15 @@ FILE = "setup.pickle"
 
 def without_adapters(model: Any) -> Any:
     """Return a model that `from_pretrained` can load: LoRA merged into a copy; any other as it is."""
-    return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    adapted = [name for name, module in unwrap_peft(model).named_modules() if hasattr(module, "lora_A")]
+    if not adapted:
+        return model
+    plain: Any = unwrap_peft(copy.deepcopy(model))
+    for name in adapted:
+        layer = plain.get_submodule(name)
+        layer.merge()
+        plain.set_submodule(name, layer.get_base_layer())
+    return plain
 
 
 class _Writer(pickle.Pickler):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -188,11 +190,44 @@ def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.a
     Raises:
         ValueError: no adapter there, one of another kind, or one made for another model.
     """
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
     folder = _adapter_folder(adapter, field)
     rounded = read_saved(folder)
+    with_adapter = _load_adapter(model, folder, adapter, field)
+    log.info("%s: merged %s (rank %s)", field, adapter, with_adapter.peft_config[with_adapter.active_adapter].r)
+    plain = merge_in_place(with_adapter)
+    if rounded is not None:
+        rounded.restore_values(plain)
+    return plain
+
+
+def load_beside(model: PreTrainedModel, adapter: str, field: str = "teacher.adapter") -> PreTrainedModel:
+    """Put a saved LoRA beside the weights of `model`, which stay as they are; arguments and errors of `load_and_merge`.
+
+    Returns:
+        `model`, whose adapted layers are PEFT's.
+    """
+    folder = _adapter_folder(adapter, field)
+    if read_saved(folder) is not None:
+        raise ValueError(
+            f"{field}: {adapter} is that of a quantised student, whose merged weights are rounded; expected "
+            "merge_adapter: true, got false"
+        )
+    return _load_adapter(model, folder, adapter, field).get_base_model()
+
+
+def adapter_parameters(adapter: str) -> int:
+    """Return the number of parameters of a saved LoRA; 0 for one that is not on this machine."""
+    file = Path(adapter).expanduser() / "adapter_model.safetensors"
+    if not file.is_file():
+        return 0
+    with safe_open(str(file), framework="pt") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+
+
+def _load_adapter(model: PreTrainedModel, folder: Path, adapter: str, field: str) -> Any:
+    """Return a `PeftModel` of `model` and the adapter in a folder, all of whose weights have their place."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
     config = PeftConfig.from_pretrained(str(folder))
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ValueError(f"{field}: expected a LoRA adapter, got {config.peft_type}")
@@ -209,11 +244,7 @@ def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.a
             f"{field}: {adapter} does not fit its base model: {len(wrong)} weights have no counterpart, "
             f"such as {sorted(wrong)[0]}"
         )
-    log.info("%s: merged %s (rank %s)", field, adapter, getattr(config, "r", "?"))
-    plain = merge_in_place(with_adapter)
-    if rounded is not None:
-        rounded.restore_values(plain)
-    return plain
+    return with_adapter
 
 
 def _adapter_folder(adapter: str, field: str) -> Path:

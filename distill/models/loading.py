@@ -14,7 +14,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
-from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
+from distill.models.adapters import add_lora, load_and_merge, load_beside, merged, save_adapter
 from distill.models.dtypes import quantised_weights
 from distill.models.layers import layer_count, layer_indices
 from distill.models.load.config_validation import check_config, check_index, read_json
@@ -66,6 +66,12 @@ log = logging.getLogger(__name__)
 
 TEACHER_SEED = 0
 STUDENT_SEED = 1
+Once = Callable[[Callable[[], PreTrainedModel]], PreTrainedModel]
+
+
+def each_time(load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Call `load`: the checkpoint of a model that shares no weights is read for it alone."""
+    return load()
 
 
 def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
@@ -118,23 +124,33 @@ def _folder_of(source: ModelFiles, section: ModelSection) -> Path:
     return Path(file).parent if file is not None else Path(source.location)
 
 
+def teacher_seed(section: ModelSection) -> int:
+    """Return the seed of a teacher's random weights; the student's own checkpoint has the student's."""
+    return STUDENT_SEED if getattr(section, "type", None) == "student" else TEACHER_SEED
+
+
 def load_teacher(
-    section: LoadedTeacherConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    section: LoadedTeacherConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    once: Once = each_time,
 ) -> PreTrainedModel:
-    """The teacher on `device`: eval mode, no gradients, its adapter merged.
+    """The teacher on `device`: eval mode, no gradients, its adapter merged or beside the weights.
 
     With `section.offload` its layers stay in host memory and travel to `device` when they are called.
 
     Args:
         dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's, and for a GGUF file (whose blocks
             are expanded) float32 on the CPU and bfloat16 on a GPU.
+        once: Calls the loader of the checkpoint, or returns a model over weights that are in memory.
     """
     device = torch.device(device)
+    place = torch.device("cpu") if section.offload else device
     dtype = dtype or _named_dtype(section.dtype)
-    seed = STUDENT_SEED if section.type == "student" else TEACHER_SEED
-    model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, seed)
+    model = once(lambda: _load(section, "teacher", place, dtype, teacher_seed(section)))
     if section.adapter is not None:
-        model = load_and_merge(model, section.adapter)
+        model = (load_and_merge if section.merge_adapter else load_beside)(model, section.adapter)
     model.config.use_cache = False
     model.eval().requires_grad_(False)
     return offload_layers(model, device) if section.offload else model
@@ -147,6 +163,7 @@ def load_student(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     selection: Selection | None = None,
+    once: Once = each_time,
 ) -> Any:
     """The student on `device`, in train mode: loaded, cut from the teacher, or random; with LoRA if asked for.
 
@@ -154,6 +171,7 @@ def load_student(
         teacher: Needed for `from_teacher`, before its layers are patched or sharded.
         dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's (the teacher's for `from_teacher`).
         selection: Parts of the teacher (`select_parts`), needed where they are chosen by rows of the training data.
+        once: As of `load_teacher`, for a student whose checkpoint stays frozen.
 
     Returns:
         A `PreTrainedModel`, or a `peft.PeftModel` around it; what is to be trained has `requires_grad`.
@@ -161,7 +179,7 @@ def load_student(
     device = torch.device(device)
     dtype = dtype or _named_dtype(section.dtype)
     if not section.is_cut:
-        student = _load(section, "student", device, dtype, STUDENT_SEED)
+        student = once(lambda: _load(section, "student", device, dtype, STUDENT_SEED))
     else:
         if teacher is None:
             raise ValueError("student.from_teacher: expected a loaded teacher to cut from, got none")

@@ -39,6 +39,7 @@ from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.layer_memory import layer_memory
 from distill.planning.steps import FUSED
+from distill.teachers.sharing import student_weights
 
 LOADING = "loading of the teacher"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
@@ -52,11 +53,13 @@ class Memory(NamedTuple):
         parts: bytes by name, in the order to print.
         moments: bytes in use at the three moments that may be the peak.
         logits_avoided: bytes of the full fp32 logits that the fused loss never holds.
+        shared: bytes of the teacher's weights that are the student's frozen weights too.
     """
 
     parts: dict[str, float]
     moments: dict[str, float]
     logits_avoided: float
+    shared: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -116,6 +119,10 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     # LoRA: base weights in their dtype, adapters in fp32. Full training: everything is in `weight`, and the LoRA part
     # of the product is 0.
     weights = ((student.parameters - student.trained * lora) * weight + student.trained * trained_bytes * lora) / share
+    # frozen weights that the teacher holds too are counted as the teacher's
+    frozen = student_weights(recipe.student, precision.student, sharded=sharded)
+    shared = teacher.checkpoints.get(frozen, 0.0) if frozen is not None else 0.0
+    weights -= shared
     gradients = student.trained * trained_bytes / share
     optimizer = recipe.train.optimizer
     states = next((f for part, f in STATES.items() if part in optimizer), 2.0) * gradients
@@ -210,7 +217,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
     if teacher.loading:
         moments[LOADING] = teacher.loading
-    return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4)
+    return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4, shared=shared)
 
 
 def _rollout_cache(plan: DevicePlan, student: ModelSizes, compute: int) -> float:

@@ -30,12 +30,14 @@ class MemoryNeeds(NamedTuple):
         gathered: Bytes of a sharded teacher that are gathered at any time.
         copied: Bytes of everything except the teacher, with a replicated student.
         sharded: the same with a sharded student.
+        shared: Bytes of `teacher` that are a copied student's frozen weights too, where neither is sharded.
     """
 
     teacher: float
     gathered: float
     copied: float
     sharded: float
+    shared: float = 0.0
 
 
 class TeacherServerMemory(NamedTuple):
@@ -78,7 +80,7 @@ def estimate_placement(plan: DevicePlan) -> Placement:
     ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
     # the peak includes the teacher, which is placed here: without it what is left is S(1) and S(world)
     others = [way.peak - way.parts["teacher"] for way in ways]
-    needs = MemoryNeeds(ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, *others)
+    needs = MemoryNeeds(ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, *others, ways[0].shared)
     teachers = "copied" if parallel.teacher == "served" or not plan.source.shardable else parallel.teacher
     placement = choose_placement("ddp" if whole else parallel.strategy, needs, usable, world, teachers)
     why = (
@@ -108,7 +110,7 @@ def choose_placement(
     ways: list[tuple[Strategy, bool, float]] = [
         ("ddp", False, needs.teacher + needs.copied),
         ("fsdp", False, needs.teacher + needs.sharded),
-        ("ddp", True, shard + needs.copied),
+        ("ddp", True, shard + needs.copied + needs.shared),
         ("fsdp", True, shard + needs.sharded),
     ]
     allowed = [way for way in ways if strategy in ("auto", way[0])]

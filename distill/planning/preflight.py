@@ -169,6 +169,11 @@ def check_run(
     report.problems[:0] = loading_problems(source, cuda=device.cuda, sharded=sharded, family=device.family)
     report.memory = memory = _memory(plan)
     report.fits = memory.peak <= plan.usable
+    if memory.shared:
+        report.notes.append(
+            f"teacher and student hold one copy of {memory.shared / GIB:.2f} GiB of frozen weights, counted as the "
+            "teacher's"
+        )
     if not report.fits:
         report.problems.insert(
             0,

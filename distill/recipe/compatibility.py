@@ -233,10 +233,18 @@ PROPERTIES: dict[str, Property] = {
         _or_none(lambda recipe: recipe.student.is_cut, "student.from_teacher"),
         "give student.model",
     ),
-    "all weights trained": Property(
-        "a student all of whose weights are trained",
-        _or_none(lambda recipe: recipe.student.lora is not None, "student.lora"),
-        "leave student.lora out",
+    "weights to average": Property(
+        "a student that trains all its weights, or adapters beside its head and over weights that stay as they are",
+        lambda recipe: (
+            None
+            if recipe.student.lora is None
+            else "student.lora.head: true"
+            if recipe.student.lora.head
+            else "student.lora with student.quantise"
+            if recipe.student.quantise is not None
+            else None
+        ),
+        "leave teacher.ema, student.lora.head or student.quantise out",
     ),
     "whole student": Property(
         "a student that each process holds whole",
@@ -364,7 +372,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "teacher.ema",
         lambda recipe: any(teacher.ema_decay is not None for teacher in written_teachers(recipe)),
-        ("all weights trained", "student of its checkpoint's shape", "whole student", "whole teacher"),
+        ("weights to average", "student of its checkpoint's shape", "whole student", "whole teacher"),
     ),
     Requirement(
         "student.quantise with student.lora",  # a merged weight is made of all rows of A, which shards are not

@@ -73,6 +73,8 @@ def run_summary(
     }
     if plan.world > 1:
         lines["devices"] = str(plan.placement)
+    if pair.sharing:
+        lines["weights"] = pair.sharing
     for model in pair.teacher.models.values():
         offloaded = offloading_of(model)
         if offloaded:

@@ -40,8 +40,10 @@ from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+    from distill.models.dtypes import Precision
+    from distill.models.load.shared_weights import FrozenWeights
     from distill.objectives.hidden import StoredHead
-    from distill.recipe import Generate, LoadedTeacherConfig, ModelSection, Recipe, TeacherConfig
+    from distill.recipe import Generate, LoadedTeacherConfig, Lora, ModelSection, Recipe, TeacherConfig
     from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
 Prompt = str | list[dict[str, str]]
@@ -250,6 +252,11 @@ class Teacher:
         """True where training changes the teacher, such as a running average of the student."""
         return any(part.teacher.follows_student for part in self.parts())
 
+    def add_adapters(self, lora: Lora, seed: int | None = None) -> None:
+        """Put the student's adapters on a teacher that follows the student; before it is patched or queried."""
+        for part in self.parts():
+            part.teacher.add_adapters(lora, seed)
+
     def update_ema(self, student: nn.Module) -> None:
         """Update a teacher that follows the student; called after each optimizer step."""
         for part in self.parts():
@@ -398,6 +405,10 @@ class TeacherPlan:
             return [shape for part in self.parts() for shape in part.plan.shapes()]
         field = next(iter(self.sections), "teacher")
         return [meta_model(meta_config(self.config_section(), field), field).shape]
+
+    def frozen_weights(self, precision: Precision, *, sharded: bool) -> list[FrozenWeights]:
+        """Return the weights that are loaded in this process and stay frozen, of which models may share one copy."""
+        return [weights for part in self.parts() for weights in part.plan.frozen_weights(precision, sharded=sharded)]
 
     def title(self) -> str:
         """Return a readable name."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from distill.models.dtypes import Precision
 from distill.models.flops import NO_FLOPS, FlopCounts
+from distill.models.load.shared_weights import FrozenWeights
 from distill.recipe import Recipe
 
 
@@ -14,6 +16,7 @@ class Footprint(NamedTuple):
 
     Attributes:
         weights: Bytes of weights on each device.
+        checkpoints: Bytes among them of checkpoints that another model may hold frozen too, in the same memory.
         gathered: Bytes of sharded weights that are gathered at one time; else 0.
         host: Bytes in host memory per process.
         moved: Bytes copied from host to each device per micro-batch.
@@ -35,6 +38,7 @@ class Footprint(NamedTuple):
     flops: FlopCounts | None = NO_FLOPS
     workspace: float | None = None
     wide_head_gradient: bool = False
+    checkpoints: Mapping[FrozenWeights, float] = {}  # read only, as its type says
 
     def held(self, world: int, *, sharded: bool) -> float:
         """Return bytes of the weights on each of `world` devices: all, or a shard and what is gathered at a time."""

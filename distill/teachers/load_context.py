@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from distill.models.dtypes import Precision, resolve_device, resolve_precision
+from distill.models.load.shared_weights import SharedCheckpoints
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.sharding import SINGLE_PROCESS, Placement
 
@@ -34,6 +35,7 @@ class Calibration(NamedTuple):
 
 
 NO_ROWS = Calibration()
+NOTHING_SHARED = SharedCheckpoints()
 
 
 class CutRequest(NamedTuple):
@@ -72,6 +74,7 @@ class LoadContext(NamedTuple):
         placement: Distribution of the models over the processes.
         attention: Attention implementations, for a teacher that is patched while it is loaded.
         calibration: Rows that determine the parts of a student cut from the teacher.
+        checkpoints: Checkpoints that several of the models hold frozen, each read once.
     """
 
     device: torch.device
@@ -79,6 +82,7 @@ class LoadContext(NamedTuple):
     placement: Placement
     attention: AttentionChoices
     calibration: Calibration = NO_ROWS
+    checkpoints: SharedCheckpoints = NOTHING_SHARED
 
 
 def calibration_of(recipe: Recipe, splits: Splits) -> Calibration:

@@ -11,6 +11,7 @@ from torch import nn
 
 from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import decoder_of, find_head, unwrap_peft
+from distill.models.load.shared_weights import SharedCheckpoints
 from distill.models.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
 from distill.models.patch.packed import packing_problem
@@ -18,6 +19,7 @@ from distill.objectives.hidden import HiddenFormat
 from distill.objectives.plugin import PluginTermLoss
 from distill.teachers.calibration import cut_from
 from distill.teachers.load_context import CutRequest
+from distill.teachers.sharing import sharing_text, student_weights
 
 if TYPE_CHECKING:
     from distill.objectives.plugin import Plugin
@@ -36,6 +38,7 @@ class ModelPair(NamedTuple):
         vocab_size: Number of vocabulary columns that are compared; None for the columns of the teacher's targets.
         vocabulary_note: Result of comparing the two vocabularies, one line.
         layer_indices: Indices of the teacher's layers in a student that is cut from it; None for any other student.
+        sharing: Which models hold one copy of weights, or why they do not; one line, empty where none could.
     """
 
     teacher: Teacher
@@ -44,6 +47,7 @@ class ModelPair(NamedTuple):
     vocab_size: int | None
     vocabulary_note: str
     layer_indices: list[int] | None
+    sharing: str = ""
 
     @property
     def tokenizer(self) -> Any:
@@ -83,15 +87,19 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
     sharded = context.placement.teacher_sharded
     for problem in loading_problems(source, cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(f"{problem} ({context.placement.why})" if sharded else problem)
-    teacher = source.open(context, vocabulary)
+    dtype = context.precision.student
+    planned = source.frozen_weights(context.precision, sharded=sharded)
+    frozen = student_weights(section, dtype, sharded=context.placement.student_sharded)
+    checkpoints = SharedCheckpoints([*planned, frozen] if frozen is not None else planned)
+    teacher = source.open(context._replace(checkpoints=checkpoints), vocabulary)
     without_lora = section.model_copy(update={"lora": None})
     layer_indices = None
-    dtype = context.precision.student
     request = CutRequest(without_lora.model_copy(update={"model": None}), device, dtype, context.calibration)
     if section.is_cut:
         student, layer_indices = teacher.cut_student(request)
     else:
-        student = load_student(without_lora, device=device, dtype=dtype)
+        once = functools.partial(checkpoints.load, frozen)
+        student = load_student(without_lora, device=device, dtype=dtype, once=once)
         student = student if section.cut is None else cut_from(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
@@ -105,7 +113,8 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         from distill.models.adapters import add_lora  # imports peft, a second
 
         student = add_lora(student, section.lora, seed=recipe.train.seed)
-    return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)
+    sharing = sharing_text(planned, frozen, {**teacher.models, "student": student})
+    return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices, sharing)
 
 
 def loading_problems(source: TeacherPlan, *, cuda: bool, sharded: bool, family: str | None) -> list[str]:

@@ -185,7 +185,8 @@ def test_k_tokens_are_for_one_kl_at_one_temperature(backend, combination, overri
         (["parallel.strategy=fsdp"], "parallel.strategy: fsdp"),
         (["student={model: s, from_teacher: {layers: 1}}"], "student.from_teacher"),
         (["student.vocabulary=extend"], "student.vocabulary: extend"),
-        (["student.lora={r: 2}"], "student.lora"),
+        (["student.lora={r: 2, head: true}"], "student.lora.head: true"),
+        (["student={model: s, lora: {r: 2}, quantise: {format: q8_0}}"], "student.lora with student.quantise"),
         (["parallel={teacher: served, teacher_gpus: 1}"], "teacher.ema"),
     ],
 )

@@ -381,8 +381,8 @@ def test_check_counts_what_each_model_reads(place):
         ),
         (
             [f"type: student, {CONTEXT}, ema: 0.9, route: a"],
-            "student.lora={r: 2}",
-            "requires a student all of whose weights are trained; got student.lora",
+            "student.lora={r: 2, head: true}",
+            "over weights that stay as they are; got student.lora.head: true",
         ),
         (
             [f"model: a, {CONTEXT}", "model: b, context: {template: 'Be brief.'}"],

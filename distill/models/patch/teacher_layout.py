@@ -26,13 +26,14 @@ from distill_kernels.matmul.shared_input import compute_dtype
 from torch import nn
 
 from distill.models.layers import is_offloaded
+from distill.models.load.shared_weights import is_shared
 from distill.models.patch.products import down_of_gated, is_plain
 from distill.models.patch.swaps import OTHER, Swap, apply_swap, forward_attribute, replace_forward, restore_forward
 from distill.models.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 
-NOT_PLAIN = "no plain frozen layers of 16 bits and that width"
+NOT_PLAIN = "no plain frozen layers of 16 bits and that width that no other model shares"
 INTERLEAVED = "_distill_interleaved"  # of an MLP: its names, its activation, from how many rows on one product is taken
 
 
@@ -134,4 +135,6 @@ def _may_be(gate: nn.Linear, up: nn.Linear, min_size: MinSize) -> bool:
     other = up.weight
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     fits = one.dtype in (torch.bfloat16, torch.float16) and not any(size % 8 for size in one.shape)
-    return alike and fits and one.is_contiguous() and not (one.requires_grad or other.requires_grad)
+    # another model computes with the weights too where they are shared, and may be saved
+    shared = is_shared(gate.weight) or is_shared(up.weight)
+    return alike and fits and one.is_contiguous() and not (shared or one.requires_grad or other.requires_grad)

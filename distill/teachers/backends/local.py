@@ -12,11 +12,13 @@ from torch import nn
 from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.generation.engines import greedy_responses
+from distill.models.dtypes import Precision
 from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
-from distill.models.head import align_head, last_hidden, probe_logits
+from distill.models.head import align_head, find_head, last_hidden, probe_logits
 from distill.models.load.fingerprint import model_identity
-from distill.models.loading import load_teacher
+from distill.models.load.shared_weights import FrozenWeights, frozen_weights
+from distill.models.loading import load_teacher, teacher_seed
 from distill.models.meta_models import MetaModel, meta_config, meta_model
 from distill.models.prune.importance import shape_for
 from distill.models.prune.pruning import cut_layers
@@ -25,6 +27,7 @@ from distill.models.shape import USABLE
 from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets
 from distill.recipe import Generate, LoadedTeacherConfig, Recipe
+from distill.recipe.models import EIGHT_BITS
 from distill.teachers.backends.local_memory import loading_bytes, model_footprint, smaller_variants
 from distill.teachers.backends.sharded import load_sharded_teacher
 from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
@@ -55,6 +58,9 @@ class LoadedTeacher(Teacher):
         self.models: Mapping[str, nn.Module] = {field: model}
         self.tokenizer = tokenizer
         align_head(model)
+        if find_head(model).owner is not find_head(model).linear:
+            # the losses read the head's own weight: the adapter would be left out without a word
+            raise ValueError(f"{field}: expected a head without adapters; merge them, or leave the head out of them")
         self.hidden = HiddenFormat(ModelHead(model), probe_logits(model, field))
         self.format: TargetFormat = self.hidden
 
@@ -129,6 +135,13 @@ class LocalPlan(TeacherPlan):
                 "student.from_teacher: layers cannot be cut from a sharded teacher; set parallel.teacher to copied, or "
                 "cut the student where the teacher fits and set student.model to it"
             )
+        if sharded and not section.merge_adapter:
+            problems.append(
+                "teacher.merge_adapter: false needs a teacher that each process holds whole; merge the adapter, or set "
+                "parallel.teacher to copied"
+            )
+        if student.is_cut and not section.merge_adapter:
+            problems.append("student.from_teacher: layers are cut from merged weights; set teacher.merge_adapter: true")
         if section.fp8_skip:
             try:
                 find_skipped(self.meta().model, section.fp8_skip)
@@ -161,6 +174,21 @@ class LocalPlan(TeacherPlan):
             except ValueError as error:
                 problems.append(str(error))
         return problems
+
+    def frozen_weights(self, precision: Precision, *, sharded: bool) -> list[FrozenWeights]:
+        section = self.section
+        unlike_files = ""
+        if sharded:
+            unlike_files = "the teacher is sharded (FSDP2)"
+        elif section.dtype in EIGHT_BITS:
+            unlike_files = f"{self.field}.dtype: {section.dtype}"
+        elif section.offload is not None:
+            unlike_files = f"{self.field}.offload: {section.offload}"
+        elif section.adapter is not None and section.merge_adapter:
+            unlike_files = f"{self.field}.adapter is merged into the teacher's weights ({self.field}.merge_adapter)"
+        elif section.init == "pretrained" and quantisation_of(meta_config(section, self.field)) is not None:
+            unlike_files = "the teacher's checkpoint is quantised"
+        return [frozen_weights(section, self.field, precision.teacher, teacher_seed(section), unlike_files)]
 
     def footprint(self, context: FootprintContext) -> Footprint:
         return model_footprint(self, context)
@@ -195,4 +223,6 @@ class LocalPlan(TeacherPlan):
             total = torch.cuda.get_device_properties(device).total_memory
             if loading_bytes(self, context.precision) > USABLE * total:
                 return load_a_layer_at_a_time(self.section, device=device, dtype=dtype)
-        return load_teacher(self.section, device=device, dtype=dtype)
+        weights = next(iter(self.frozen_weights(context.precision, sharded=False)), None)
+        once = functools.partial(context.checkpoints.load, weights)
+        return load_teacher(self.section, device=device, dtype=dtype, once=once)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distill.models.adapters import adapter_parameters
 from distill.models.dtypes import Precision
 from distill.models.fp8_teacher import find_skipped
 from distill.models.gpu_specs import has_fp8
@@ -30,13 +31,19 @@ if TYPE_CHECKING:
 def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
     """Return the footprint by the formulas at the head of this file."""
     precision = context.precision
+    section = source.section
     shape = source.meta().shape
     size = precision.teacher.itemsize
-    layers = float(shape.layered * size) if source.section.offload is not None else 0.0
-    in_16_bits = find_skipped(source.meta().model, source.section.fp8_skip).weights  # the others are in fp8
-    whole = loading_bytes(source, precision) if source.section.dtype == "fp8" else 0.0
+    layers = float(shape.layered * size) if section.offload is not None else 0.0
+    in_16_bits = find_skipped(source.meta().model, section.fp8_skip).weights  # the others are in fp8
+    whole = loading_bytes(source, precision) if section.dtype == "fp8" else 0.0
+    weights = placed_bytes(section, shape, precision) + in_16_bits * (size - 1)
+    # adapters beside the weights are in float32
+    beside = 0 if section.adapter is None or section.merge_adapter else 4 * adapter_parameters(section.adapter)
+    frozen = source.frozen_weights(precision, sharded=context.sharded)
     return Footprint(
-        weights=placed_bytes(source.section, shape, precision) + in_16_bits * (size - 1),
+        weights=weights + beside,
+        checkpoints={own: weights for own in frozen if not own.unlike_files},
         gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
         host=layers,
         moved=layers,
@@ -47,10 +54,12 @@ def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
 
 
 def smaller_variants(source: LocalPlan, family: str | None = None) -> list[SmallerTeacher]:
-    """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
+    """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already, and where its
+    adapter is not merged.
+    """
     recipe = source.recipe
     section = source.section
-    if section.offload is not None or section.dtype in EIGHT_BITS:
+    if section.offload is not None or section.dtype in EIGHT_BITS or not section.merge_adapter:
         return []
     bits = "fp8" if has_fp8(family) else "int8"
     in_8_bits = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})

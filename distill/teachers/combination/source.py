@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.tokenise import Encoder, RowEncoder
 from distill.models.flops import sum_flops
+from distill.models.load.shared_weights import FrozenWeights
 from distill.models.load.vocabulary import compare
 from distill.models.loading import load_tokenizer
 from distill.objectives.measure import KL, DivergenceUnit, combine_measures
@@ -38,7 +38,6 @@ SHARDED = (
     "parallel.teacher: several teachers cannot be sharded over the devices, and do not fit as copies; name fewer or "
     "smaller ones, or set it to copied"
 )
-log = logging.getLogger(__name__)
 
 
 class SeveralPlan(TeacherPlan):
@@ -120,10 +119,16 @@ class SeveralPlan(TeacherPlan):
         spaces = [part.workspace for part in parts if part.workspace is not None]
         works = [sum_flops(parts[number].flops for number in group) for group in self.groups.values()]
         known = [work for work in works if work is not None]
+        checkpoints: dict[FrozenWeights, float] = {}
+        repeated = 0.0  # of teachers that hold the copy of an earlier one
+        for part in parts:
+            repeated += sum(size for weights, size in part.checkpoints.items() if weights in checkpoints)
+            checkpoints.update(part.checkpoints)
         return parts[0]._replace(
             workspace=max(spaces, default=None),
             wide_head_gradient=any(part.wide_head_gradient for part in parts),
-            weights=sum(part.weights for part in parts),
+            weights=sum(part.weights for part in parts) - repeated,
+            checkpoints=checkpoints,
             token_bytes=(2 if self.is_routed else 1) * sum(part.token_bytes for part in parts),
             flops=max(known, key=lambda each: each.total(1, 1, 1)) if len(known) == len(works) else None,
         )
@@ -140,13 +145,6 @@ class SeveralPlan(TeacherPlan):
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
         assert isinstance(vocabulary, SeveralVocabulary)
-        sections = list(self.all_sections.values())
-        for number, section in enumerate(sections):
-            same = [
-                other for other in sections[:number] if (other.model, other.config) == (section.model, section.config)
-            ]
-            if section.is_loaded and same:
-                log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
         opened = [
             member.open(context, vocabulary.others.get(number, vocabulary))
             for number, member in enumerate(self.members)
