@@ -28,8 +28,8 @@ probable tokens, perplexity of the data. A row is the mean over its seeds; the r
 falls in 19 of 20 cases (Student's t of the seeds). Seconds are those of training on the GPU that is named.
 
 The answers are those of GSM8K's training split. The text is the source code of the Python that runs, so its figures \
-move with the version of Python. With `python -m scripts.study --plan objectives`, all rows of a table are made at once, and \
-pairs of them compared by test. For other models and sizes there are figures of speed and memory alone: \
+move with the version of Python. With `python -m scripts.study --plan objectives`, all rows of a table are made at \
+once, and pairs of them compared by test. For other models and sizes there are figures of speed and memory alone: \
 [benchmarks](../benchmarks.md).
 """
 
