@@ -238,6 +238,7 @@ def test_it_is_the_same_to_the_bit(alone, capsys, case):
     assert LaunchedServers.current is None and not servers()
 
 
+@pytest.mark.plain("itself")
 @pytest.mark.parametrize("case", ["itself", "prompts"])
 def test_servers_leave_the_rest_of_the_recipe_to_the_run(alone, case):
     """The student's own outputs after another prompt, of which K tokens are trained on; prompts without answers."""
