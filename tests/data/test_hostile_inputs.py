@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -381,6 +382,26 @@ def test_hostile_gguf_headers_are_refused(entries, more, expected):
             attempt()
         assert "\n" not in str(raised.value)
     assert expected in str(raised.value)
+
+
+def test_a_gguf_header_is_read_once_and_again_when_its_file_changes(tmp_path, watch):
+    """Also right after another change, which may have the same time on a disk of coarse times."""
+    from distill.models.load import config_validation
+
+    path, read, parse_header = tmp_path / "m.gguf", [], config_validation._header
+    watch.setattr(config_validation, "_header", lambda file, size: read.append(size) or parse_header(file, size))
+
+    def layers_of(count, age):
+        gguf(path, [NAMED, ("llama.block_count", 4, struct.pack("<I", count))])
+        os.utime(path, ns=(0, time.time_ns() - age))
+        found = [config_validation.check_gguf(path, "teacher")[0] for _ in range(2)]
+        assert found == [count] * 2
+        return len(read)
+
+    hour = 3_600_000_000_000
+    assert layers_of(2, hour) == 1, "read once"
+    assert layers_of(3, 2 * hour) == 2, "another time"
+    assert layers_of(4, -hour) == 4, "too new to tell the next change"
 
 
 def test_a_tokenizer_that_panics(saved, monkeypatch):

@@ -6,9 +6,11 @@ pickles, or files of somebody else. All of that is read here as plain JSON and r
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +19,7 @@ CONFIG = "config.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 MOST_BYTES = 64 << 20  # of a JSON file beside the weights
 MOST_LAYERS = 4096
+SETTLED = 2_000_000_000  # nanoseconds after which a file that changes has another time
 LAYERS = re.compile(r"(n|num|block)_?(\w+_)?(layers?|count)|\w+_layers")
 # the attention and the experts of a model may be code on the hub, told by the name
 FETCHED = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -140,11 +143,28 @@ def gguf_tensors(path: Path, field: str) -> tuple[str, list[str]]:
 
 
 def _read_header(path: Path, field: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the header, kept for as long as the file is the same: a plan asks ten times, a vocabulary takes a second.
+
+    A file that has just been written is read each time, since its next change may have the same time.
+    """
     try:
-        with path.open("rb") as file:
-            return _header(file, path.stat().st_size)
+        state = path.stat()
+        age = time.time_ns() - state.st_mtime_ns
+        if age < SETTLED:
+            return _header_of(path, state.st_size)
+        return _kept_header(path, state.st_size, (state.st_dev, state.st_ino, state.st_mtime_ns))
     except (OSError, ValueError, struct.error, OverflowError) as error:
         raise ValueError(f"{field}: {path} is no GGUF file that can be read: {error}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_header(path: Path, size: int, version: tuple[int, int, int]) -> tuple[dict[str, Any], list[str]]:
+    return _header_of(path, size)
+
+
+def _header_of(path: Path, size: int) -> tuple[dict[str, Any], list[str]]:
+    with path.open("rb") as file:
+        return _header(file, size)
 
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
