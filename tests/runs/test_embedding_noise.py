@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import RECIPE, figures, finished_run, resume
+from test_resume import RECIPE, WHOLE, figures, resume
 from tiny import tiny_model
 from transformers import TrainingArguments
 
@@ -23,6 +23,7 @@ ALPHA = 5.0
 POSITIONS = torch.tensor([[*range(300), *range(100)], [*range(50), *range(250), *range(100)]])
 LENGTHS = torch.tensor([[300] * 300 + [100] * 100, [50] * 50 + [250] * 250 + [100] * 100])
 NOISY = RECIPE.replace("schedule: constant", "schedule: linear, min_lr: 10%, neftune_alpha: 8, tokens_per_step: 128")
+pytestmark = pytest.mark.place(**WHOLE | {"files": {"r.yaml": NOISY}})
 
 
 def test_the_length_of_a_tokens_document_is_read_from_positions():
@@ -91,11 +92,6 @@ def test_one_setting_for_the_noise():
     assert parse(same).train.arguments == {"neftune_noise_alpha": 5}, "recipes that have it are read on"
     with pytest.raises(RecipeError, match=r"neftune_noise_alpha is the same as train\.neftune_alpha; expected one"):
         parse(same, ["train.neftune_alpha=5"])
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return finished_run(tmp_path_factory.mktemp("noise"), NOISY)
 
 
 def test_a_resumed_run_draws_the_same_noise_at_the_same_rates(workplace, finished):
