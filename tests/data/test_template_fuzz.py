@@ -1,10 +1,11 @@
 """A turn's text is what the template renders for that turn, whatever the conversation: turns and a fuzz of shapes.
 
-The templates are our own; each does what one of those that models ship does (named in its comment). `python -m
-scripts.template_fuzz` runs the same over the templates of two packages.
+The templates are our own; each does what one of those that models ship does (named in its comment).
+`template_fuzz.py` runs the same over the templates of two packages.
 """
 
 import pytest
+from template_fuzz import TOOL, Conversation, faults_of, run
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from distill.data.assistant_turns import Turns
@@ -14,7 +15,6 @@ from distill.data.load import load_data
 from distill.data.rendering import NOT_LOCATED
 from distill.data.rows import RowFault
 from distill.recipe import Data
-from scripts.template_fuzz import TOOL, Conversation, faults_of, run
 
 ASK = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"

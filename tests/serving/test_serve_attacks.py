@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from crafted_requests import crafted_body, damaged_body, read_answer
 from served import HTTP, post, question, serving
 
 from distill.serving import connections
 from distill.serving.connections import Timeouts, most_connections
 from distill.serving.memory_budget import MemoryBudget
 from distill.teachers.backends.served.protocol import ProtocolError, read_body
-from scripts.hostile_wire import crafted_body, damaged_body, read_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-more-than-sixteen"
@@ -314,8 +314,7 @@ def test_a_server_of_its_own_stands_through_all_of_it(tmp_path):
     made = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "scripts.attack",
+            "tests/serving/stress_server.py",
             "--seconds",
             "4",
             "--seed",

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from crafted_requests import flipping
 from served import HTTP, expected_hidden, question
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -16,7 +17,6 @@ from distill.serving.open import running
 from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.integrity import CHECKSUM, checksum
 from distill.teachers.backends.served.protocol import Identity, tensors_of
-from scripts.hostile_wire import flipping
 
 PATH = "/v1/targets?deterministic=1"
 

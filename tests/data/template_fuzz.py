@@ -1,7 +1,7 @@
 """Random conversations through chat templates: what is trained for a turn is what the template renders for that turn.
 
-    python -m scripts.template_fuzz                    # 60 conversations through all templates of TRL and llama.cpp
-    python -m scripts.template_fuzz 200 --seed 3 gemma4 qwen3
+    PYTHONPATH=. python tests/data/template_fuzz.py                    # 60 through all templates of TRL and llama.cpp
+    PYTHONPATH=. python tests/data/template_fuzz.py 200 --seed 3 gemma4 qwen3
 
 The oracle is the template's own rendering. Of the text up to a turn, the part that changes with the words of the
 messages before it ends where the turn may begin, and the part that does not change with the turn's own words ends where

@@ -1,6 +1,6 @@
 """Detection test: flipped bits in every kind of stored file, and learning rates that are far too high.
 
-    python -m scripts.damage --flips 120 --rates 10 --seed 0
+    python tests/runs/flip_bits.py --flips 120 --rates 10 --seed 0
 
 A tiny run with checkpoints and a teacher's cache is made once. Each flip turns one random bit of a random file over,
 asks `distill verify`, and turns it back. Each learning rate is a run of its own, which has to improve, to stop and say
@@ -21,8 +21,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from interrupt_runs import MODEL
+
 from distill.cli import run_command
-from scripts.torture import MODEL
 
 RECIPE = """
 teacher: {init: random, config: tiny.json}

@@ -1,7 +1,7 @@
 """Kills, faults and flipped bits, over and over: does a run end with the bits of an undisturbed one?
 
-    python -m scripts.torture --minutes 10 [--processes 2] [--seed 0]
-    python -m scripts.torture --steps 5000 --disturbances 24 --minutes 0.1 --processes 2     # one long round
+    python tests/runs/interrupt_runs.py --minutes 10 [--processes 2] [--seed 0]
+    python tests/runs/interrupt_runs.py --steps 5000 --disturbances 24 --minutes 0.1 --processes 2     # one long round
 
 Each round starts a tiny run and disturbs it at random moments until it ends: kill -9 of one process or of all, SIGTERM,
 a rank stopped (SIGSTOP) and continued, a full disk (a limit on the size of files), a bit flipped in the newest
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 teacher: {init: random, config: tiny.json}
 student: {init: random, config: tiny.json}

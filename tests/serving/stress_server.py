@@ -1,6 +1,6 @@
 """Stress test of a teacher server: idle, slow and refused connections, unread answers, crafted bodies, flipped bits.
 
-    python -m scripts.attack [--seed 0] [--seconds 15] [--only idle ...]
+    python tests/serving/stress_server.py [--seed 0] [--seconds 15] [--only idle ...]
 
 Starts `distill serve` with a tiny teacher on loopback, a token and at most 1,024 open files, attacks it in one way
 after the other, and prints for each what the server's memory grew by, what its log, and how long another client, which
@@ -32,13 +32,13 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import torch
+from crafted_requests import crafted_body, damaged_body, flipping, read_answer
 
 from distill.core.errors import TeacherUnavailableError
 from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
-from scripts.hostile_wire import crafted_body, damaged_body, flipping, read_answer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 teacher: {init: random, config: tiny.json}
 student: {init: random, config: tiny.json}
