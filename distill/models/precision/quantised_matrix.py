@@ -105,9 +105,10 @@ class LearnedScales:
         stored: fp32 [all blocks], the values rounded to those of a file.
         gradient: fp32 [all blocks], by the stored values.
         following: fp32 [all blocks], 1 where the scale was 0 at the start, as that of a zero-initialised or pruned
-            block is; None without such blocks. That scale cannot be learned: it has no gradient and no logarithm, and
-            once it has left 0 its steps, which are relative to it, are too small for weights that grow from 0. It
-            follows from the block's weights, as a plain converter chooses it.
+            block is, or the minimum, as that of a block without negative weights; None without such blocks. Those
+            cannot be learned: they have no logarithm, and once they have left 0 their steps, which are relative to
+            them, are too small for weights that grow from 0. They follow from the block's weights, as a plain converter
+            chooses them.
     """
 
     def __init__(self, matrices: list[QuantisedMatrix]) -> None:
@@ -146,13 +147,14 @@ class LearnedScales:
                 own.copy_(part[matrix.rows])
 
     def find_following(self) -> None:
-        """Find the blocks whose scale is 0; every process calls it, and waits for the device."""
+        """Find the blocks whose scale or minimum is 0; every process calls it, and waits for the device."""
         found = torch.zeros_like(self.values)
         for matrix in self.matrices:
             assert matrix.scales is not None
-            for own in self.of(matrix, found):
-                if own is not None:
-                    own.copy_(matrix.scales.scale == 0)
+            scale_is_zero = matrix.scales.scale == 0
+            for own, part in zip(self.of(matrix, found), matrix.scales, strict=True):
+                if own is not None and part is not None:
+                    own.copy_(scale_is_zero | (part == 0))
         any_block = found.any().float()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(any_block, dist.ReduceOp.MAX)
@@ -165,7 +167,7 @@ class LearnedScales:
         if following is None:
             return
         for matrix in self.matrices:
-            if bool(self.of(matrix, following).scale.any()):
+            if any(bool(part.any()) for part in self.of(matrix, following) if part is not None):
                 self._followed.append(matrix)
 
     def follow(self) -> None:
