@@ -57,9 +57,11 @@ def load_named_models(
         computed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         teacher = load_teacher(teacher_section, device=args.device, dtype=computed)
     if isinstance(student, str):
-        student = load_student(student_section, device=args.device, dtype=torch.float32)
+        loaded: nn.Module = load_student(student_section, device=args.device, dtype=torch.float32)
+    else:
+        loaded = student
     if tokenizer is not None and teacher_tokenizer is not None:
         assert isinstance(teacher, nn.Module)
-        rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
+        rows = [len(find_head(model).linear.weight) for model in (teacher, loaded)]  # type: ignore[arg-type]
         columns, _ = shared_columns(teacher_tokenizer, tokenizer, *rows)
-    return NamedModels(student, teacher, tokenizer or teacher_tokenizer, columns)
+    return NamedModels(loaded, teacher, tokenizer or teacher_tokenizer, columns)
