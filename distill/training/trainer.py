@@ -35,6 +35,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import Listeners, StepListener
 from distill.training.metrics import count_sums, metrics_from_sums
+from distill.training.named_models import load_named_models
 from distill.training.phases import PAUSED
 from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
@@ -47,16 +48,19 @@ class DistillationTrainer(TransformersCompat):
     on) and, if several documents share a row, `position_ids` that restart; `distill.data.load_data` makes such rows.
 
     Args:
-        model: The student: a causal language model, bare or wrapped by PEFT. Its forward is patched.
+        model: The student: a causal language model, bare or wrapped by PEFT, whose forward is patched. Or its name (a
+            hub id or a folder): it is loaded as a recipe's `student.model`, in float32.
         teacher: A causal language model over the same vocabulary, or any other kind of
-            `distill.teachers.base.Teacher`; moved to the student's device and frozen.
+            `distill.teachers.base.Teacher`; moved to the student's device and frozen. Or its name: it is loaded as a
+            recipe's `teacher.model`, in the dtype that is computed in.
         args: `Trainer`'s arguments. Five are overwritten, since other values give wrong losses or gradients here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
             `accelerator_config.dispatch_batches` (which slices every tensor of a batch to its number of rows) to
             False, `average_tokens_across_devices` to True.
         loss: Loss for `DistillationObjective`: a divergence's name, a recipe's loss section, terms, or a module.
         vocab_size: Number of logits that both heads are cut to; None for that of the smaller head.
-        train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`.
+        train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`. Models that are named bring their
+            tokenizer where no `processing_class` is given.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
             On several processes each row of an epoch is used once (`rank_batches.py`).
         batch_columns: Columns of training batches beside the teacher's.
@@ -71,8 +75,8 @@ class DistillationTrainer(TransformersCompat):
 
     def __init__(
         self,
-        model: nn.Module,
-        teacher: nn.Module | Teacher,
+        model: str | nn.Module,
+        teacher: str | nn.Module | Teacher,
         args: TrainingArguments,
         *,
         loss: LossSpec = "forward_kl",
@@ -87,6 +91,11 @@ class DistillationTrainer(TransformersCompat):
         **more: Any,
     ) -> None:
         overwrite_arguments(args, more)
+        named = load_named_models(model, teacher, args)
+        model = named.student
+        teacher = named.teacher
+        processing_class = named.tokenizer if processing_class is None else processing_class
+        vocab_size = named.columns if vocab_size is None else vocab_size
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         padding = padding_token(processing_class, getattr(model, "config", None))
         omit_positions = not any(map(follows_length, (model, *loaded.values())))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import TrainingArguments
 
@@ -102,3 +102,39 @@ def test_a_teacher_is_queried_in_eval_mode_whatever_contains_it():
     both.train()
     assert student(**objective.student_inputs(batch))["loss"] == expected
     assert student.training and not teacher.training
+
+
+# ------------------------------------------------------------------ models by name
+
+
+def test_models_by_name_are_trained_as_the_same_models_given_whole(tmp_path):
+    tokenizer = save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"layers": 1})
+    rows = [{"input_ids": ids} for ids in texts()]
+
+    def trained(student, teacher):
+        settings = {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no", "seed": 3}
+        made = DistillationTrainer(student, teacher, arguments(tmp_path / "out", **settings), train_dataset=rows)
+        made.train()
+        return made
+
+    by_name = trained(str(tmp_path / "student"), str(tmp_path / "teacher"))
+    whole = trained(tiny_model(tokenizer, layers=1).train(), tiny_model(tokenizer, layers=3, seed=1))
+    (teacher,) = by_name.objective.teacher.models.values()
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert len(by_name.processing_class) == len(tokenizer) and whole.processing_class is None
+    ours, theirs = (made.model.state_dict() for made in (by_name, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    by_name.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved/tokenizer_config.json").is_file()
+
+
+def test_a_name_may_stand_beside_a_model_and_mistakes_are_those_of_a_recipe(tmp_path):
+    tokenizer = save_models(tmp_path, teacher={"layers": 2, "seed": 1})
+    one = DistillationTrainer(tiny_model(tokenizer), str(tmp_path / "teacher"), arguments(tmp_path / "out"))
+    assert one.processing_class is not None
+    with pytest.raises(ValueError, match=r"^student\.model: .*nowhere does not exist"):
+        DistillationTrainer(str(tmp_path / "nowhere"), str(tmp_path / "teacher"), arguments(tmp_path / "out"))
+    other = tiny_tokenizer(300, specials=("<|a|>", "<|b|>", "<|c|>"))
+    save_tiny(tmp_path / "other", tiny_model(other), other)
+    with pytest.raises(ValueError, match="token"):
+        DistillationTrainer(str(tmp_path / "other"), str(tmp_path / "teacher"), arguments(tmp_path / "out"))
