@@ -11,7 +11,7 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
     cross_entropy    -log p_s[label] at temperature 1
     policy_gradient  -sg(log p_t[y] - log p_s[y]) p_s[y] / sg(p_s[y]) of the token y sampled from the student
     top_k_reverse_kl KL(p_s || p_t) over the student's top K tokens, all others merged into one outcome
-    hidden_state, attention_relation    distances between layers of both models (layer_terms.py)
+    hidden_state, attention_relation, router    distances between layers of both models (layer_terms.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import FUNCTION, SHA256, NotNegative, Text, Usual
-from distill.recipe.layer_terms import LAYERED, AttentionRelationTerm, HiddenStateTerm, LayerTerm, pairs_of
+from distill.recipe.layer_terms import (
+    LAYERED,
+    LAYERED_NAMES,
+    AttentionRelationTerm,
+    HiddenStateTerm,
+    LayerTerm,
+    RouterTerm,
+    pairs_of,
+)
 
 
 class PlainTerm(Section):
@@ -174,6 +182,21 @@ class PluginFile(Section):
     modules: dict[str, Annotated[str, Field(pattern=SHA256)]] = Field(default_factory=dict)
 
 
+class RouterCoefficients(Section):
+    """Coefficients of the losses of a student's routers, where it is a mixture of experts.
+
+    Attributes:
+        balance: coefficient of the load-balancing loss, which transformers calls `router_aux_loss_coef`: E times the
+            sum over the E experts of the share of tokens that choose an expert and its mean probability (Fedus et al.,
+            2021). A balanced router has the number of experts per token as its value.
+        z: coefficient of the router z-loss: the mean of the squared log-partition function of the router's logits (Zoph
+            et al., 2022).
+    """
+
+    balance: Annotated[NotNegative, Usual(1e-5, 1e-1)] = 0.0
+    z: Annotated[NotNegative, Usual(1e-6, 1e-1)] = 0.0
+
+
 class Schedule(Section):
     """A setting of the loss as a piecewise linear function of the optimizer step.
 
@@ -268,6 +291,7 @@ Term = Annotated[
     | TopKTerm
     | HiddenStateTerm
     | AttentionRelationTerm
+    | RouterTerm
     | PluginTerm,
     Field(discriminator="type"),
 ]
@@ -287,6 +311,9 @@ class Loss(Section):
         scale_by_temperature_squared: multiply divergences by the squared temperature (Hinton et al., 2015).
         label_smoothing: label smoothing of the cross-entropy term: probability mass that is spread over all tokens.
         z_loss: weight of the z-loss, the squared log-partition function, which is added to the cross-entropy term.
+        router: losses of the student's own routers, where it is a mixture of experts: `config` adds what the forward of
+            the model's class adds to its loss (`router_aux_loss_coef` and `router_z_loss_coef`, where its configuration
+            has `output_router_logits: true`), `none` nothing; `balance` and `z` give the coefficients.
         terms: divergences and cross-entropy with their weights.
         token_weights: factor of each token's loss, by its position in the answer or by a function of a Python file;
             `FILE.py:function` is short for `{function: FILE.py:function}`. null for equal weights.
@@ -299,6 +326,7 @@ class Loss(Section):
     scale_by_temperature_squared: bool = True
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: Annotated[NotNegative, Usual(1e-6, 1e-2)] = 0.0
+    router: Literal["config", "none"] | RouterCoefficients = "config"
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
     token_weights: Annotated[
         TokenWeights | None,
@@ -359,7 +387,7 @@ class Loss(Section):
             raise ValueError("every term has weight 0: give at least one term a weight above 0")
         if weighted <= set(LAYERED):
             raise ValueError(
-                f"terms: expected a divergence or cross_entropy of weight above 0 beside {' and '.join(LAYERED)}, "
+                f"terms: expected a divergence or cross_entropy of weight above 0 beside {LAYERED_NAMES}, "
                 "which do not train the head; got none"
             )
         for name in ("label_smoothing", "z_loss"):
@@ -394,8 +422,7 @@ class Loss(Section):
                 raise ValueError(f"schedule: every term has weight 0 in step {step}")
             if not any(term.weight > 0 and term.type not in LAYERED for term in self.at(step).terms):
                 raise ValueError(
-                    f"schedule: every term but {' and '.join(LAYERED)} has weight 0 in step {step}; these do not train "
-                    "the head"
+                    f"schedule: every term but {LAYERED_NAMES} has weight 0 in step {step}; these do not train the head"
                 )
         return self
 
@@ -475,7 +502,7 @@ class Loss(Section):
         pairs = pairs_of("auto", len(kept), max(kept) + 1, kept)
 
         def paired(term: LayerTerm) -> LayerTerm:
-            return term.with_layers(pairs if isinstance(term, HiddenStateTerm) else pairs[-1:])
+            return term.with_layers(pairs[-1:] if isinstance(term, AttentionRelationTerm) else pairs)
 
         return self._with_layers(lambda term: paired(term) if term.layers == "auto" else term)
 
