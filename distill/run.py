@@ -59,9 +59,9 @@ from distill.recipe import Recipe, dump
 from distill.recipe.unusual_values import unusual_settings
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.first_batch_report import first_batch_report
-from distill.reports.run_manifest import record_start
+from distill.reports.run_manifest import Measured, record_start
 from distill.reports.run_summary import run_summary
-from distill.run_results import Before, RunResult, RunResults
+from distill.run_results import RunResult, RunResults
 from distill.run_stages import run_stages
 from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
@@ -80,10 +80,11 @@ from distill.training.lock_file import (
     locked_recipe,
     read_lock,
 )
+from distill.training.metrics import held_out_figures
 from distill.training.quantise import quantise_for_training
 from distill.training.resuming import resume_point
 from distill.training.step_guard import StoppedBySignal
-from distill.training.step_listeners import run_listeners
+from distill.training.step_listeners import HeldOutSets, run_listeners
 from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
 from distill.training.untrained import UntrainedWeights
@@ -199,7 +200,7 @@ class Opened(NamedTuple):
 
     trainer: DistillationTrainer
     results: RunResults
-    untrained: Before | UntrainedWeights
+    untrained: Measured | UntrainedWeights
     last: Path | None
 
 
@@ -287,6 +288,8 @@ class Run:
         with console.spinner("patching the models, trying the first batch"):
             lines = self._try_first_batch(prepared, pair, trainer)
         rollouts = self._make_rollouts(prepared, pair, trainer)
+        if prepared.splits.sets:
+            trainer.add_callback(HeldOutSets(trainer, prepared.splits.sets))
         for listener in run_listeners(trainer, trainer.objective, self.recipe, pair, rollouts, self.run_lock):
             trainer.add_callback(listener)
         # --- the run's folder is written from here on
@@ -367,10 +370,20 @@ class Run:
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )
         trainer.remove_callback(transformers.PrinterCallback)
+        self._require_figure(trainer)
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
             notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         return trainer, notes
+
+    def _require_figure(self, trainer: DistillationTrainer) -> None:
+        """Check that evaluations have the figure of `train.keep_best`; the loss decides which divergence they have."""
+        figure = self.recipe.train.keep_best
+        known = held_out_figures(trainer.objective.divergence, trainer.objective.routes)
+        known |= {f"{own.name}_{name}" for own in self.recipe.data.validation.sets for name in known}
+        if figure is not None and figure not in known:
+            among = ", ".join(name for name in self.recipe.figure_directions if name in known)
+            raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
 
     def _try_first_batch(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""
@@ -459,12 +472,15 @@ class Run:
         # Evaluation has collectives: others would wait in one for a process that fails, so several write no checkpoint.
         # Saving has none, and they agree on one.
         with checkpoint_on_failure(trainer):
-            before, answers = results.before(trained.untrained)
+            before = results.before(trained.untrained)
             with console.announced("evaluating", "the trained student"):
-                after = results.held_out()
-            reduction = relative_reduction(before, after)
-            result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
+                after = results.measure()
+            reduction = relative_reduction(before.held_out, after.held_out)
+            sets = {name: (before.sets[name], figures) for name, figures in after.sets.items()}
+            result = RunResult(
+                self.run_lock.folder, before.held_out, after.held_out, reduction, trainer.state.global_step, sets
+            )
         with checkpoint_on_failure(trainer, together=True):
-            results.save(result, answers)
+            results.save(result, before.answers)
         self.process.wait_for_everyone()
         return result

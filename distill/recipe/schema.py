@@ -28,6 +28,7 @@ from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, DataPart
 from distill.recipe.extends import parse_extended, read_recipe_text
 from distill.recipe.fields import NAME, Text
+from distill.recipe.held_out_figures import figure_directions
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student
 from distill.recipe.renamed import rename_overrides, rename_settings
@@ -113,6 +114,12 @@ class Recipe(Section):
             raise ValueError(f"extends: expected it in a recipe's file, got {self.extends!r} as an override")
         return self
 
+    @property
+    def figure_directions(self) -> dict[str, bool]:
+        """Names of the held-out figures that `train.keep_best` may choose, each with whether higher is better."""
+        routes = [teacher.route for teacher in self.teachers if teacher.route]
+        return figure_directions(routes, [held_out.name for held_out in self.data.validation.sets])
+
     @model_validator(mode="before")
     @classmethod
     def _teacher_or_teachers(cls, tree: object) -> object:
@@ -139,7 +146,7 @@ class Recipe(Section):
         if any(routes) and not all(routes):
             raise ValueError("teachers: expected a route for each teacher, or for none; got some without")
         whole = [DataPart("", self.data)] if self.data.validation.source is not None else []
-        for part in [*self.data.parts, *whole]:
+        for part in [*self.data.parts, *whole, *self.data.set_parts]:
             if [part.data.fields.teacher, part.teacher].count(None) != (1 if any(routes) else 2):
                 raise ValueError(
                     "data.fields.teacher: names the column of a row's teacher where teachers have routes, and where "
@@ -151,6 +158,13 @@ class Recipe(Section):
         for route, own in groupby(self.teachers if any(routes) else [], lambda teacher: teacher.route):
             if routes.count(route) != len(weights := [teacher.weight for teacher in own]) or not any(weights):
                 raise ValueError(f"teachers: expected those of route {route} together, and a weight above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_a_figure(self) -> Self:
+        if self.train.keep_best is not None and self.train.keep_best not in self.figure_directions:
+            known = ", ".join(self.figure_directions)
+            raise ValueError(f"train.keep_best: expected a held-out figure, {known}; got {self.train.keep_best!r}")
         return self
 
     @model_validator(mode="after")

@@ -84,10 +84,11 @@ def locked_data(recipe: Recipe, splits: Splits, vocabulary: Vocabulary) -> Plain
     The source's hash is that of its content, or a hub data set's fingerprint; held-out rows are named by their source.
     """
     held_out = recipe.data.validation.source or "rows_sha256"
+    sets = {name: hash_rows(rows) for name, rows in splits.sets.items()}
     return {
         "source": splits.report.digest,
         "rows_sha256": hash_rows(splits.train),
-        "validation": {held_out: hash_rows(splits.validation)},
+        "validation": {held_out: hash_rows(splits.validation), **sets},
         **_text_to_tokens(vocabulary),
     }
 
