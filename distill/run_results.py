@@ -21,10 +21,13 @@ from distill.core.manifest import file_checksums
 from distill.core.ranks import broadcast_from_rank0, is_main_process
 from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate
+from distill.generation.task_answers import Accuracy
+from distill.generation.tasks import StudentTasks
 from distill.models.loading import save_student
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
 from distill.recipe.held_out_figures import PREFIX
+from distill.recipe.schema import Generate
 from distill.reports.run_manifest import (
     BEFORE_FILE,
     Answers,
@@ -34,7 +37,7 @@ from distill.reports.run_manifest import (
     record_end,
     record_start,
 )
-from distill.reports.run_summary import result_table, show_samples, write_samples
+from distill.reports.run_summary import TITLES, result_table, show_samples, write_samples
 from distill.teachers.base import TeacherPlan
 from distill.teachers.identity import model_name
 from distill.teachers.opening import ModelPair
@@ -56,6 +59,7 @@ class RunResult(NamedTuple):
         kl_reduction: Relative reduction of the forward KL by training.
         steps: Number of optimizer steps.
         sets: Metrics of the untrained and the trained student on each named held-out set.
+        tasks: Accuracy in each task, `before` and `after`, and of the `teacher` where it was asked.
     """
 
     folder: Path
@@ -64,6 +68,7 @@ class RunResult(NamedTuple):
     kl_reduction: float
     steps: int
     sets: Mapping[str, tuple[HeldOut, HeldOut]] = MappingProxyType({})
+    tasks: Mapping[str, Mapping[str, Accuracy]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class RunResults:
         splits: Data of the run.
         autocast: Compute dtype of the student where that is not its weights'.
         run_lock: Lock on the run's folder.
+        tasks: Tasks that the student answers; None where there are none.
         summary: Lines that describe the run, as they were printed before it started; none on other ranks.
     """
 
@@ -86,6 +92,7 @@ class RunResults:
     splits: Splits
     autocast: torch.dtype | None
     run_lock: RunLock
+    tasks: StudentTasks | None
     summary: Sequence[str] = ()
 
     @property
@@ -99,7 +106,12 @@ class RunResults:
     def measure(self) -> Measured:
         """Measure the student on all held-out rows."""
         sets = {name: self._held_out(rows) for name, rows in self.splits.sets.items()}
-        return Measured(self._held_out(self.splits.validation), sets, {})
+        held_out = self._held_out(self.splits.validation)
+        tasks = {}
+        if self.tasks is not None:
+            step = self.trainer.state.global_step
+            tasks = {each.name: self.tasks.measure(each, step) for each in self.tasks.questions}
+        return Measured(held_out, sets, tasks, {})
 
     def _held_out(self, rows: Sequence[Any]) -> HeldOut:
         """Return metrics on some rows; a student sharded by FSDP is called through its wrapper."""
@@ -108,10 +120,14 @@ class RunResults:
             trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,
             self.pair.teacher,
             rows,
-            batch_size=self.recipe.train.batch_size,
+            batch_size=self.recipe.eval.batch_size or self.recipe.train.batch_size,
             autocast=self.autocast,
             objective=trainer.objective,
         )
+
+    @property
+    def _names(self) -> list[str]:
+        return [task.name for task in self.recipe.eval.tasks]
 
     def untrained(self) -> Measured | UntrainedWeights:
         """Return the measurement of the untrained student, or the weights with which it is made after training.
@@ -120,7 +136,7 @@ class RunResults:
         """
         measure = self.trainer.objective.measure
         # by this run before it was resumed
-        measured = broadcast_from_rank0(lambda: read_before(self.folder, measure, list(self.splits.sets)))
+        measured = broadcast_from_rank0(lambda: read_before(self.folder, measure, list(self.splits.sets), self._names))
         if measured is not None:
             return measured
         if is_main_process():
@@ -147,13 +163,31 @@ class RunResults:
                 answers |= {} if texts is None else {"teacher": texts}
                 if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
                     answers["before"] = self._answers_of(pair.student)
+        # after the samples, which a store of the teacher's outputs keeps for later runs
+        teacher = self._teacher_tasks()
         if is_main_process():
             measure = self.trainer.objective.measure
             figures: dict[str, Any] = {"held_out": measure.to_json(before.held_out._asdict())}
             if before.sets:
                 figures["sets"] = {name: measure.to_json(own._asdict()) for name, own in before.sets.items()}
+            if before.tasks:
+                figures["tasks"] = {name: {"before": own.as_dict()} for name, own in before.tasks.items()}
+                for name, own in teacher.items():
+                    figures["tasks"][name]["teacher"] = own.as_dict()
             self._write_before({**figures, "measure": measure, "answers": answers})
-        return before._replace(answers=answers)
+        return before._replace(answers=answers, teacher_tasks=teacher)
+
+    def _teacher_tasks(self) -> dict[str, Accuracy]:
+        """Return the teacher's accuracy in each task, in the first process; empty where it cannot answer."""
+        found = {}
+        for questions in () if self.tasks is None else self.tasks.questions:
+            texts = [prompt.text for prompt in questions.prompts]
+            settings = Generate(prompts=texts, max_new_tokens=questions.task.max_new_tokens)
+            with console.announced("answering", f"{questions.name}, the teacher", len(texts)):
+                responses = self.pair.teacher.respond(texts, settings)
+            if responses is not None and is_main_process():
+                found[questions.name] = questions.accuracy(responses)
+        return found
 
     def _write_before(self, figures: dict[str, Any]) -> None:
         """Write before.json: start of the run, and the untrained student's figures once it is measured."""
@@ -195,6 +229,8 @@ class RunResults:
         heading, rows, closing = result_table(result.before, result.after, trainer.objective.measure, result.sets)
         console.print_lines("")
         console.show_table(heading, rows, numbers=True)
+        for name, own in result.tasks.items():
+            closing += f"\n{name:<11} " + ", ".join(f"{TITLES[who]} {accuracy}" for who, accuracy in own.items())
         best = self._best()
         if best is not None:
             value = f"{best['value']:.4f}"
@@ -255,10 +291,12 @@ class RunResults:
             name: {"before": measure.to_json(before._asdict()), "after": measure.to_json(after._asdict())}
             for name, (before, after) in result.sets.items()
         }
+        tasks = {name: {who: each.as_dict() for who, each in own.items()} for name, own in result.tasks.items()}
         summary = {
             "before": measure.to_json(result.before._asdict()),
             "after": measure.to_json(result.after._asdict()),
             **({"sets": sets} if sets else {}),
+            **({"tasks": tasks} if tasks else {}),
             "measure": measure,
             "gap_closed": result.kl_reduction,
             "data": self.splits.report.as_dict(),

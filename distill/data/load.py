@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -65,8 +64,8 @@ class Splits(NamedTuple):
     train: datasets.Dataset
     validation: datasets.Dataset
     report: DataReport
-    mix: Mix | None = None
-    sets: Mapping[str, datasets.Dataset] = MappingProxyType({})
+    mix: Mix | None
+    sets: Mapping[str, datasets.Dataset]
 
     @property
     def held_out(self) -> dict[str, datasets.Dataset]:
@@ -243,7 +242,7 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     mix = epoch_mix([len(splits.train) for splits in parts], [part.share for part in data.parts])
     train = datasets.concatenate_datasets([splits.train for splits in parts])
     held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
-    return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
+    return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix, {})
 
 
 def source_of(part: DataPart) -> DataSource:
@@ -428,7 +427,7 @@ def _pack(
     report.answer_room = new
     report.rows = len(train)
     report.validation_rows = len(validation)
-    return Splits(train, validation, report)
+    return Splits(train, validation, report, None, {})
 
 
 def _dataset(

@@ -26,6 +26,7 @@ from distill.core.folders import STAGES
 from distill.recipe.aliases import other_tools
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, DataPart
+from distill.recipe.evaluation import Evaluation
 from distill.recipe.extends import parse_extended, read_recipe_text
 from distill.recipe.fields import NAME, Text
 from distill.recipe.held_out_figures import figure_directions
@@ -79,6 +80,7 @@ class Recipe(Section):
         loss: weighted sum of divergences and cross-entropy.
         train: length of the run, batch, optimizer, checkpoints.
         parallel: distribution of the models over several devices.
+        eval: tasks that the student answers while it trains, and the batch of held-out evaluations.
         generate: samples of teacher and student, generated greedily before and after training.
         export: GGUF file of the student, written and measured at the end of a run; null for none.
         stages: consecutive runs, such as prune, train, quantise. Each overrides settings of this recipe, and starts
@@ -96,17 +98,19 @@ class Recipe(Section):
     loss: Loss = Loss()
     train: Train
     parallel: Parallel = Parallel()
+    eval: Evaluation = Evaluation()
     generate: Generate = Generate()
     export: Export | None = None
     stages: list[Stage] = Field(default_factory=list)
 
     @property
     def runs_code(self) -> bool:
-        """Return whether a run calls functions of a file: loss terms, token weights, a reward, an environment."""
+        """Return whether a run calls functions of a file: loss terms, token weights, a reward, environment, checker."""
         answers = self.data.active_on_policy
         has_environment = answers is not None and answers.environment is not None
         has_function = self.loss.rewarded is not None or self.loss.weighs_by_function
-        return self.loss.plugin is not None or has_function or has_environment
+        has_checker = any(task.checker_file for task in self.eval.tasks)
+        return self.loss.plugin is not None or has_function or has_environment or has_checker
 
     @model_validator(mode="after")
     def _is_resolved(self) -> Self:
@@ -118,7 +122,8 @@ class Recipe(Section):
     def figure_directions(self) -> dict[str, bool]:
         """Names of the held-out figures that `train.keep_best` may choose, each with whether higher is better."""
         routes = [teacher.route for teacher in self.teachers if teacher.route]
-        return figure_directions(routes, [held_out.name for held_out in self.data.validation.sets])
+        tasks = [task.name for task in self.eval.tasks if task.every == 1]  # in every evaluation
+        return figure_directions(routes, [held_out.name for held_out in self.data.validation.sets], tasks)
 
     @model_validator(mode="before")
     @classmethod
@@ -158,6 +163,12 @@ class Recipe(Section):
         for route, own in groupby(self.teachers if any(routes) else [], lambda teacher: teacher.route):
             if routes.count(route) != len(weights := [teacher.weight for teacher in own]) or not any(weights):
                 raise ValueError(f"teachers: expected those of route {route} together, and a weight above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_have_a_tokenizer(self) -> Self:
+        if self.eval.tasks and self.data.is_synthetic:
+            raise ValueError("eval.tasks: expected a data.source of text, got random tokens, which need no tokenizer")
         return self
 
     @model_validator(mode="after")

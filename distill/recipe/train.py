@@ -26,7 +26,7 @@ OWNED_ARGUMENTS = {
     "max_steps": "train.steps",
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.batch_size",
-    "per_device_eval_batch_size": "train.batch_size",
+    "per_device_eval_batch_size": "eval.batch_size",
     "gradient_accumulation_steps": "train.tokens_per_step",
     "learning_rate": "train.learning_rate",
     "lr_scheduler_type": "train.schedule",

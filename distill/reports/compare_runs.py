@@ -49,6 +49,7 @@ JUDGED_BY = (
             "validation",
         )
     ),
+    "eval.tasks.",
 )
 
 
@@ -58,7 +59,7 @@ class RunGroup(NamedTuple):
     Attributes:
         name: Name of the first run.
         divergence, agreement, gap: Values of the metrics, one per run.
-        further: Values of the divergence on each named held-out set, by the set's name.
+        further: Values of the divergence on each named held-out set and of the accuracy in each task, by a title.
         differs: Settings in which this group's training differs from the first group's.
         p_value: p-value of the difference from the first group; None where there is no test.
     """
@@ -147,6 +148,8 @@ def _further(runs: Sequence[ReportedRun]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name in runs[0].sets:
         found[f"{name}: {runs[0].measure.name}"] = [run.sets[name]["after"]["forward_kl"] for run in runs]
+    for name in runs[0].result.get("tasks", {}):
+        found[f"{name}: accuracy"] = [run.result["tasks"][name]["after"]["accuracy"] for run in runs]
     return found
 
 

@@ -172,6 +172,7 @@ def report_html(run: ReportedRun) -> str:
         _header(run),
         _summary(run),
         _section("Held out", _held_out(run)),
+        _section("Tasks", _tasks(run)),
         _section("Training, by optimizer step", _charts(run.metrics, run.measure)),
         _section("Time", _time(run.metrics)),
         _section("Samples", _samples(run)),
@@ -286,6 +287,19 @@ def _held_out(run: ReportedRun) -> str:
         f"Agreement: the share of {measure.unit}s {AGREEMENT}. Perplexity: of the text, lower is better."
     )
     return table(head, rows) + f'<p class="note">{html.escape(note)}</p>'
+
+
+def _tasks(run: ReportedRun) -> str:
+    found: dict[str, Any] = run.result.get("tasks") or run.before.get("tasks") or {}
+    rows = []
+    for name, own in found.items():
+        for who, figures in own.items():
+            interval = f"{figures['low']:.1%} to {figures['high']:.1%}"
+            rows.append([f"{name}: {TITLES[who]}", f"{figures['accuracy']:.1%}", interval, f"{figures['prompts']:,}"])
+    if not rows:
+        return ""
+    note = "Share of prompts whose greedy answer is right, with its 95 % interval (Wilson)."
+    return table(["", "accuracy", "interval", "prompts"], rows) + f'<p class="note">{html.escape(note)}</p>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

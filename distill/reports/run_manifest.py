@@ -10,11 +10,13 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
 from distill.core.manifest import add_to_manifest, entry_mismatch
 from distill.evaluation.evaluate import HeldOut
+from distill.generation.task_answers import Accuracy
 from distill.objectives.measure import DivergenceUnit
 from distill.training.lock_file import LOCK_FILE
 
@@ -38,12 +40,20 @@ class Measured(NamedTuple):
 
     Attributes:
         sets: Metrics on each named held-out set.
+        tasks: Accuracy in each task.
+        teacher_tasks: Accuracy of the teacher in the tasks that it was asked; the first process alone has it.
         answers: Responses to the sample prompts, by model.
     """
 
     held_out: HeldOut
     sets: dict[str, HeldOut]
+    tasks: dict[str, Accuracy]
     answers: Answers
+    teacher_tasks: Mapping[str, Accuracy] = MappingProxyType({})
+
+    def teacher_tasks_of(self, name: str) -> dict[str, Accuracy]:
+        """Return the teacher's accuracy in a task under `teacher`; empty where it was not asked."""
+        return {"teacher": self.teacher_tasks[name]} if name in self.teacher_tasks else {}
 
 
 def record_start(folder: Path) -> None:
@@ -65,11 +75,14 @@ def _files_below(folder: Path, name: str) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in (folder / name).rglob("*") if path.is_file())
 
 
-def read_before(folder: Path, measure: DivergenceUnit, sets: Sequence[str] = ()) -> Measured | None:
+def read_before(
+    folder: Path, measure: DivergenceUnit, sets: Sequence[str] = (), tasks: Sequence[str] = ()
+) -> Measured | None:
     """Return the measurement from before training; None where there is none yet, or it is damaged.
 
     Args:
         sets: Names of the held-out sets that it must have.
+        tasks: Names of the tasks that it must have.
     """
     path = folder / BEFORE_FILE
     if not path.exists():
@@ -82,7 +95,11 @@ def read_before(folder: Path, measure: DivergenceUnit, sets: Sequence[str] = ())
         if record and set(record) <= set(START):  # the run has not measured the untrained student yet
             return None
         own = {name: _read_held_out(record["sets"][name], measure) for name in sets}
-        return Measured(_read_held_out(record["held_out"], measure), own, dict(record["answers"]))
+        found = {name: Accuracy.of(record["tasks"][name]["before"]) for name in tasks}
+        teacher = {
+            name: Accuracy.of(record["tasks"][name]["teacher"]) for name in tasks if "teacher" in record["tasks"][name]
+        }
+        return Measured(_read_held_out(record["held_out"], measure), own, found, dict(record["answers"]), teacher)
     except (ValueError, KeyError, TypeError):
         log.warning("%s is damaged; the student is evaluated again", path)
         return None

@@ -99,7 +99,7 @@ def training_arguments(
         "output_dir": str(folder),
         "max_steps": steps,
         "per_device_train_batch_size": plan.rows,
-        "per_device_eval_batch_size": train.batch_size,
+        "per_device_eval_batch_size": recipe.eval.batch_size or train.batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": schedule,

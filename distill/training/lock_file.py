@@ -225,7 +225,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path
     """
     origin = f"--resume: {path} (move it away to continue anyway)"
     moved = before["processes"] != now["processes"]
-    for name in ("data", "teacher", "student", "seeds"):
+    for name in ("data", "teacher", "student", "seeds", *(["tasks"] if "tasks" in before else [])):
         was = before[name]
         present = now[name]
         if moved and name in ("teacher", "student"):

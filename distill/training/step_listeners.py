@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from distill.core.run_lock import RunLock
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.rollout_steps import Collated
+    from distill.generation.tasks import StudentTasks
     from distill.teachers.opening import ModelPair
     from distill.training.trainer import DistillationTrainer
 
@@ -145,6 +146,29 @@ class HeldOutSets(StepListener):
             # the loader of tests: that of evaluations is kept under one name for all data sets
             figures = self.trainer.held_out_figures(self.trainer.get_test_dataloader(rows))
             found |= {f"{name}_{figure}": value for figure, value in figures.items()}
+        return found
+
+
+class TaskFigures(StepListener):
+    """Listener that has the student answer its tasks in evaluations."""
+
+    def __init__(self, trainer: DistillationTrainer, tasks: StudentTasks) -> None:
+        self.trainer = trainer
+        self.tasks = tasks
+
+    def held_out(self) -> dict[str, float]:
+        """Return the accuracy of each task that is due, with its interval."""
+        state = self.trainer.state
+        # from the step alone, so that a resumed run goes on with the same evaluations
+        number = -(-state.global_step // state.eval_steps) if state.eval_steps else 0
+        found = {}
+        for questions in self.tasks.questions:
+            if number % questions.task.every and state.global_step < state.max_steps:
+                continue
+            accuracy = self.tasks.measure(questions, state.global_step)
+            low, high = accuracy.interval
+            name = f"{questions.name}_accuracy"
+            found |= {name: accuracy.value, f"{name}_low": low, f"{name}_high": high}
         return found
 
 

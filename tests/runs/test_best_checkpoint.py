@@ -224,3 +224,17 @@ def test_a_figure_that_the_loss_does_not_have_is_refused_before_training(here):
     with pytest.raises(ValueError, match=r"with this loss an evaluation has .*divergence.*; got 'kl'"):
         run(parse(KEPT, [PLAIN, "loss.terms=[{type: jsd, beta: 0.5}]"], name="best"))
     assert not (here / "runs" / "best" / "recipe.yaml").exists()
+
+
+@pytest.mark.full
+def test_a_sharded_student_is_that_of_the_best_checkpoint(here):
+    from two_ranks import run_as_two
+
+    more = [PLAIN, "train.learning_rate=3", "train.steps=8", "train.batch_size=2", "parallel.strategy=fsdp"]
+    (here / "best.yaml").write_text(KEPT)
+    run_as_two("-m", "distill", "run", "best.yaml", "--name", "best", *more, cwd=here)
+    folder = here / "runs" / "best"
+    values = evaluations(folder)
+    best = result_of(folder)["best"]
+    assert values[best["step"]] == min(values.values()) and best["step"] < 8
+    assert result_of(folder)["after"]["forward_kl"] == pytest.approx(values[best["step"]], rel=1e-5)
