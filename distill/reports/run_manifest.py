@@ -106,8 +106,9 @@ def read_before(
 
 
 def _read_held_out(record: Mapping[str, Any], measure: DivergenceUnit) -> HeldOut:
-    figures = measure.read(record)
-    return HeldOut(**{name: math.nan if value is None else value for name, value in figures.items()})
+    found = measure.read(record)
+    figures: dict[str, Any] = {name: math.nan if value is None else value for name, value in found.items()}
+    return HeldOut(**figures)
 
 
 def read_start(folder: Path) -> dict[str, object]:

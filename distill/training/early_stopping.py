@@ -56,7 +56,7 @@ class EarlyStopping(TrainerCallback):
     def _waited(self, state: TrainerState) -> Waited:
         column = PREFIX + self.figure
         # by step: an evaluation that is repeated after a resume counts once
-        values = {row["step"]: row[column] for row in state.log_history if column in row}
+        values = {int(row["step"]): row[column] for row in state.log_history if column in row}
         sign = 1.0 if self.higher_is_better else -1.0
         return count_waited(((step, sign * value) for step, value in values.items()), self.min_delta)
 

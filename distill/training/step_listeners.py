@@ -141,7 +141,7 @@ class HeldOutSets(StepListener):
 
     def held_out(self) -> dict[str, float]:
         """Return the figures of each set, with its name before theirs."""
-        found = {}
+        found: dict[str, float] = {}
         for name, rows in self.sets.items():
             # the loader of tests: that of evaluations is kept under one name for all data sets
             figures = self.trainer.held_out_figures(self.trainer.get_test_dataloader(rows))
@@ -161,7 +161,7 @@ class TaskFigures(StepListener):
         state = self.trainer.state
         # from the step alone, so that a resumed run goes on with the same evaluations
         number = -(-state.global_step // state.eval_steps) if state.eval_steps else 0
-        found = {}
+        found: dict[str, float] = {}
         for questions in self.tasks.questions:
             if number % questions.task.every and state.global_step < state.max_steps:
                 continue

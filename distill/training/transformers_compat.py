@@ -281,7 +281,7 @@ class ResumedState(TrainerCallback):
         if not args.auto_find_batch_size:
             state.train_batch_size = args.train_batch_size
         if state.best_model_checkpoint is not None:  # the run's folder may have been moved since
-            state.best_model_checkpoint = str(Path(args.output_dir) / Path(state.best_model_checkpoint).name)
+            state.best_model_checkpoint = str(Path(str(args.output_dir)) / Path(state.best_model_checkpoint).name)
         self._is_over = state.global_step >= state.max_steps
 
     def on_epoch_begin(
@@ -301,7 +301,7 @@ class ResumedState(TrainerCallback):
     def _evaluate(self, args: TrainingArguments, state: TrainerState) -> None:
         """Make the evaluation of the step that the run resumes from, whose checkpoint is there already."""
         metrics = self.trainer.evaluate()
-        checkpoint = Path(args.output_dir) / f"{CHECKPOINT}{state.global_step}"
+        checkpoint = Path(str(args.output_dir)) / f"{CHECKPOINT}{state.global_step}"
         if self.trainer._determine_best_metric(metrics, None) and checkpoint.is_dir():
             state.best_model_checkpoint = str(checkpoint)
 
