@@ -93,7 +93,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("figure, best_of", [("kl", min), ("perplexity", min), ("agreement", max)])
-def test_the_student_of_the_best_evaluation_is_kept(here, figure, best_of):
+def test_the_student_of_the_best_evaluation_is_kept(workplace, figure, best_of):
     result = run(parse(KEPT, [PLAIN, f"train.keep_best={figure}", "train.steps=7"], name="best"))
     values = evaluations(result.folder, figure)
     assert list(values) == [2, 4, 6, 7], "the last step is evaluated, too"
@@ -107,7 +107,7 @@ def test_the_student_of_the_best_evaluation_is_kept(here, figure, best_of):
         assert result.after.forward_kl == pytest.approx(values[step], rel=1e-5)
 
 
-def test_older_checkpoints_are_deleted_but_never_the_best(here):
+def test_older_checkpoints_are_deleted_but_never_the_best(workplace):
     # the first evaluation is the best, since the learning rate is far too high
     more = [PLAIN, "train.learning_rate=3", "train.steps=12", "train.save_every=3"]
     result = run(parse(KEPT, more, name="best"))
@@ -122,7 +122,7 @@ def test_older_checkpoints_are_deleted_but_never_the_best(here):
 STOPPING = [PLAIN, "train.learning_rate=3", "train.steps=40", "train.early_stopping={patience: 3}"]
 
 
-def test_training_ends_once_the_figure_no_longer_improves(here, capsys):
+def test_training_ends_once_the_figure_no_longer_improves(workplace, capsys):
     result = run(parse(KEPT, STOPPING, name="best"))
     values = evaluations(result.folder)
     best = min(values, key=values.get)
@@ -178,7 +178,7 @@ def killed_in(watch, moment):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("more", [[PLAIN], ["student.lora.r=4"]], ids=["full", "quantised-lora"])
-def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(here, monkeypatch, moment, more):
+def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workplace, monkeypatch, moment, more):
     # step 4 is the best, and the last of patience
     more = [*more, "train.learning_rate=3e-2", "train.steps=8", "train.early_stopping={patience: 2}"]
     whole = run(parse(KEPT, more, name="whole"))
@@ -186,7 +186,7 @@ def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(here,
         killed_in(patch, moment)
         with pytest.raises(Killed):
             run(parse(KEPT, more, name="killed"))
-    (here / "runs" / "killed").rename(here / "runs" / "moved")
+    (workplace / "runs" / "killed").rename(workplace / "runs" / "moved")
     resumed = run(parse(KEPT, more, name="killed"), name="moved", resume=True)
     assert evaluations(resumed.folder) == evaluations(whole.folder)
     assert result_of(resumed.folder)["best"] == result_of(whole.folder)["best"]
@@ -194,7 +194,7 @@ def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(here,
     assert same(weights_of(resumed.folder / "student"), weights_of(whole.folder / "student"))
 
 
-def test_each_stage_keeps_its_own_best(here):
+def test_each_stage_keeps_its_own_best(workplace):
     text = KEPT + "stages: [{name: first, train: {learning_rate: 3}}, {name: second, train: {keep_best: agreement}}]\n"
     result = run(parse(text, [PLAIN, "train.learning_rate=3e-2"], name="staged"))
     first = result.folder / "stages" / "1-first"
@@ -220,20 +220,20 @@ def test_a_best_that_cannot_be_found_is_refused(more, message):
         parse(KEPT, more)
 
 
-def test_a_figure_that_the_loss_does_not_have_is_refused_before_training(here):
+def test_a_figure_that_the_loss_does_not_have_is_refused_before_training(workplace):
     with pytest.raises(ValueError, match=r"with this loss an evaluation has .*divergence.*; got 'kl'"):
         run(parse(KEPT, [PLAIN, "loss.terms=[{type: jsd, beta: 0.5}]"], name="best"))
-    assert not (here / "runs" / "best" / "recipe.yaml").exists()
+    assert not (workplace / "runs" / "best" / "recipe.yaml").exists()
 
 
 @pytest.mark.full
-def test_a_sharded_student_is_that_of_the_best_checkpoint(here):
+def test_a_sharded_student_is_that_of_the_best_checkpoint(workplace):
     from two_ranks import run_as_two
 
     more = [PLAIN, "train.learning_rate=3", "train.steps=8", "train.batch_size=2", "parallel.strategy=fsdp"]
-    (here / "best.yaml").write_text(KEPT)
-    run_as_two("-m", "distill", "run", "best.yaml", "--name", "best", *more, cwd=here)
-    folder = here / "runs" / "best"
+    (workplace / "best.yaml").write_text(KEPT)
+    run_as_two("-m", "distill", "run", "best.yaml", "--name", "best", *more, cwd=workplace)
+    folder = workplace / "runs" / "best"
     values = evaluations(folder)
     best = result_of(folder)["best"]
     assert values[best["step"]] == min(values.values()) and best["step"] < 8

@@ -128,3 +128,27 @@ def test_sets_are_measured_with_every_kind_of_teacher(here, more):
 def test_sets_that_cannot_be_measured_are_refused(more, message):
     with pytest.raises(ValueError, match=message):
         parse(RECIPE, more)
+
+
+def test_evaluations_have_a_batch_size_of_their_own(here):
+    from distill.training.trainer import DistillationTrainer
+
+    plain = run(parse(RECIPE, name="plain"))
+    sizes = []
+    with pytest.MonkeyPatch.context() as patch:
+        figures = DistillationTrainer.held_out_figures
+
+        def noted(self, batches):
+            batches = list(batches)
+            sizes.extend(len(batch["input_ids"]) for batch in batches)
+            return figures(self, batches)
+
+        patch.setattr(DistillationTrainer, "held_out_figures", noted)
+        large = run(parse(RECIPE, ["eval.batch_size=5"], name="large"))
+    assert max(sizes) == 5 and plain.folder != large.folder
+    student = [result.folder / "student" / "model.safetensors" for result in (plain, large)]
+    assert student[0].read_bytes() == student[1].read_bytes(), "training is the same"
+    assert large.after._asdict() == pytest.approx(plain.after._asdict(), rel=1e-5)
+    for before, after in zip(rows_of(plain.folder), rows_of(large.folder), strict=True):
+        own = {name: value for name, value in before.items() if name.startswith("eval_")}
+        assert {name: after[name] for name in own} == pytest.approx(own, rel=1e-5)
