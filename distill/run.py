@@ -26,6 +26,7 @@ import functools
 import itertools
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -43,7 +44,9 @@ from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
+from distill.generation.decode_loop import DecodeEngine
 from distill.generation.from_recipe import require_prompts, rollout_columns, rollouts_from_recipe
+from distill.generation.tasks import BATCH, StudentTasks, TaskQuestions, read_tasks
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
@@ -59,9 +62,9 @@ from distill.recipe import Recipe, dump
 from distill.recipe.unusual_values import unusual_settings
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.first_batch_report import first_batch_report
-from distill.reports.run_manifest import record_start
+from distill.reports.run_manifest import Measured, record_start
 from distill.reports.run_summary import run_summary
-from distill.run_results import Before, RunResult, RunResults
+from distill.run_results import RunResult, RunResults
 from distill.run_stages import run_stages
 from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
@@ -80,10 +83,11 @@ from distill.training.lock_file import (
     locked_recipe,
     read_lock,
 )
+from distill.training.metrics import held_out_figures
 from distill.training.quantise import quantise_for_training
 from distill.training.resuming import resume_point
 from distill.training.step_guard import StoppedBySignal
-from distill.training.step_listeners import run_listeners
+from distill.training.step_listeners import HeldOutSets, TaskFigures, run_listeners
 from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
 from distill.training.untrained import UntrainedWeights
@@ -133,7 +137,7 @@ def run(
         # the recipe has the hashes of the user's files, as this rank has read them
         require_equal_on_ranks({"recipe": locked_recipe(recipe)})
         if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
-            allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
+            allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy, recipe.eval.tasks)
         runs = runs_folder(recipe.output_dir)
         folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
         run_one = functools.partial(_run_one, process=process, resume=resume, plugin=plugin)
@@ -153,7 +157,7 @@ def _run_one(
     """Run one stage in `folder`; a stage that has not begun is not resumed."""
     user_code = None
     if recipe.runs_code or plugin is not None:
-        user_code = allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy)
+        user_code = allowed_plugin(recipe.loss, plugin, recipe.data.active_on_policy, recipe.eval.tasks)
     begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         phases = Run(recipe, resume if begun else False, lock, user_code, earlier, run_lock, resources, process)
@@ -167,6 +171,7 @@ class Prepared(NamedTuple):
     """A run whose recipe and data are known; no weights have been read.
 
     Attributes:
+        tasks: Tasks that the student answers, with their prompts.
         context: Device, dtypes, placement and attention back ends that the models are loaded with.
         source: Source of the teacher.
         vocabulary: Tokenizers of teacher and student.
@@ -177,6 +182,7 @@ class Prepared(NamedTuple):
         last: Checkpoint that a resumed run continues from; None for step 0.
     """
 
+    tasks: Sequence[TaskQuestions]
     context: LoadContext
     source: TeacherPlan
     vocabulary: Vocabulary
@@ -199,7 +205,7 @@ class Opened(NamedTuple):
 
     trainer: DistillationTrainer
     results: RunResults
-    untrained: Before | UntrainedWeights
+    untrained: Measured | UntrainedWeights
     last: Path | None
 
 
@@ -251,6 +257,7 @@ class Run:
         attention = AttentionChoices(recipe, self._recorded_choices(required, is_resumed=resumed is not None))
         source = source_of(recipe)
         vocabulary = source.vocabulary()
+        tasks = read_tasks(recipe, None if self.plugin is None else self.plugin.code)
         with console.announced("reading", recipe.data.source):
             splits = vocabulary.read(recipe.data, recipe.train.seed)
         precision = resolve_precision(recipe, device)
@@ -261,7 +268,7 @@ class Run:
         if recipe.data.active_on_policy is not None:
             require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
         context = LoadContext(device, precision, plan.placement, attention, calibration_of(recipe, splits))
-        return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
+        return Prepared(tasks, context, source, vocabulary, splits, plan, required, resumed, last)
 
     def _warn_of_settings(self) -> None:
         recipe = self.recipe
@@ -287,6 +294,11 @@ class Run:
         with console.spinner("patching the models, trying the first batch"):
             lines = self._try_first_batch(prepared, pair, trainer)
         rollouts = self._make_rollouts(prepared, pair, trainer)
+        tasks = self._make_tasks(prepared, pair, trainer)
+        if tasks is not None:
+            trainer.add_callback(TaskFigures(trainer, tasks))
+        if prepared.splits.sets:
+            trainer.add_callback(HeldOutSets(trainer, prepared.splits.sets))
         for listener in run_listeners(trainer, trainer.objective, self.recipe, pair, rollouts, self.run_lock):
             trainer.add_callback(listener)
         # --- the run's folder is written from here on
@@ -298,7 +310,7 @@ class Run:
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         autocast = prepared.context.precision.autocast
-        results = RunResults(prepared.source, pair, trainer, prepared.splits, autocast, self.run_lock, summary)
+        results = RunResults(prepared.source, pair, trainer, prepared.splits, autocast, self.run_lock, tasks, summary)
         untrained = results.untrained()  # before a checkpoint replaces the weights
         if is_main_process():
             record_start(self.run_lock.folder)
@@ -325,7 +337,10 @@ class Run:
             processes=world_size(),
         )
         # each rank hashes what it has read itself: another file behind the same path would train on without a word
-        require_equal_on_ranks({name: locked[name] for name in ("data", "teacher", "student")})
+        if prepared.tasks:
+            locked["tasks"] = {each.name: each.sha256 for each in prepared.tasks}
+        compared = ("data", "teacher", "student", "tasks")
+        require_equal_on_ranks({name: locked[name] for name in compared if name in locked})
         if not is_main_process():
             return locked
         if prepared.required is not None:
@@ -367,10 +382,21 @@ class Run:
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )
         trainer.remove_callback(transformers.PrinterCallback)
+        self._require_figure(trainer)
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
             notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         return trainer, notes
+
+    def _require_figure(self, trainer: DistillationTrainer) -> None:
+        """Check that evaluations have the figure of `train.keep_best`; the loss decides which divergence they have."""
+        figure = self.recipe.train.keep_best
+        known = held_out_figures(trainer.objective.divergence, trainer.objective.routes)
+        known |= {f"{own.name}_{name}" for own in self.recipe.data.validation.sets for name in known}
+        known |= {f"{task.name}_accuracy" for task in self.recipe.eval.tasks}
+        if figure is not None and figure not in known:
+            among = ", ".join(name for name in self.recipe.figure_directions if name in known)
+            raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
 
     def _try_first_batch(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""
@@ -410,6 +436,35 @@ class Run:
             readers=pair.vocabulary.answer_readers(),
             code=None if self.plugin is None else self.plugin.code,
             folder=self.run_lock.folder,
+        )
+
+    def _make_tasks(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> StudentTasks | None:
+        """Return the tasks that the student answers; None where there are none."""
+        recipe = self.recipe
+        if not recipe.eval.tasks:
+            return None
+        from distill.generation.engines import TransformersEngine, engine_for, settings_for
+
+        settings = settings_for(
+            pair.student, pair.tokenizer, pair.vocabulary.template, autocast=prepared.context.precision.autocast
+        )
+        is_sharded = prepared.context.placement.student_sharded
+        # of a sharded student the model that holds the shards, which exists only once training has begun
+        whole = None if is_sharded else engine_for("distill", pair.student, settings, trains=True, field="eval.tasks")
+
+        def engine() -> DecodeEngine:
+            if whole is not None:
+                return whole
+            return TransformersEngine(trainer.accelerator.unwrap_model(trainer.model), settings, collective=True)
+
+        return StudentTasks(
+            prepared.tasks,
+            engine,
+            pair.tokenizer,
+            settings.ends,
+            is_sharded=is_sharded,
+            folder=self.run_lock.folder,
+            batch_size=recipe.eval.batch_size or BATCH,
         )
 
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:
@@ -459,12 +514,25 @@ class Run:
         # Evaluation has collectives: others would wait in one for a process that fails, so several write no checkpoint.
         # Saving has none, and they agree on one.
         with checkpoint_on_failure(trainer):
-            before, answers = results.before(trained.untrained)
+            before = results.before(trained.untrained)
             with console.announced("evaluating", "the trained student"):
-                after = results.held_out()
-            reduction = relative_reduction(before, after)
-            result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
+                after = results.measure()
+            reduction = relative_reduction(before.held_out, after.held_out)
+            sets = {name: (before.sets[name], figures) for name, figures in after.sets.items()}
+            tasks = {
+                name: {**before.teacher_tasks_of(name), "before": before.tasks[name], "after": accuracy}
+                for name, accuracy in after.tasks.items()
+            }
+            result = RunResult(
+                self.run_lock.folder,
+                before.held_out,
+                after.held_out,
+                reduction,
+                trainer.state.global_step,
+                sets,
+                tasks,
+            )
         with checkpoint_on_failure(trainer, together=True):
-            results.save(result, answers)
+            results.save(result, before.answers)
         self.process.wait_for_everyone()
         return result

@@ -19,6 +19,7 @@ SECTIONS = {
     "loss": ("loss.md", "divergences, weights, temperature, schedules, plugins"),
     "train": ("train.md", "steps, batch sizes, optimizer, precision, checkpoints"),
     "parallel": ("parallel.md", "how models are placed on several GPUs"),
+    "eval": ("eval.md", "tasks that the student answers while it trains, batch of evaluations"),
     "generate": ("generate.md", "sample outputs before and after training"),
     "export": ("export.md", "a GGUF file of the student, written and measured at the end of a run"),
     "stages": ("stages.md", "runs one after another, such as prune, train, quantise"),

@@ -161,7 +161,7 @@ def make_cache(
     keep.chosen = settings
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
     store = kept.store
-    splits = [keep.noted.train, keep.noted.validation]
+    splits = [keep.noted.train, *keep.noted.held_out.values()]
     if is_main_process():
         _announce(loaded, store, say)
     ready(loaded)

@@ -266,6 +266,7 @@ def compare(
             return "" if group is groups[0] else "another measure"
         return "one seed" if group.p_value is None else f"{group.p_value:.3f}"
 
+    further = list(dict.fromkeys(figure for group in groups for figure in group.further))
     rows = [
         [
             group.name,
@@ -274,12 +275,13 @@ def compare(
             *map(mean_and_spread, (group.divergence, group.agreement)),
             "worse than before" if min(group.gap) < 0 else mean_and_spread(group.gap),
             p_of(group),
+            *(mean_and_spread(group.further[figure]) if figure in group.further else "" for figure in further),
         ]
         for group in groups
     ]
     heading = [f"{name} to teacher"] if name else ["measure", "to teacher"]
     p = f"p ({name})" if name else "p"
-    console.show_table(["run", "seeds", *heading, "agreement", "reduction", p], rows, numbers=True)
+    console.show_table(["run", "seeds", *heading, "agreement", "reduction", p, *further], rows, numbers=True)
     for group in groups[1:]:
         console.print_lines(f"{group.name} differs from {groups[0].name} in {describe_changes(group.differs)}")
     for line in warnings:

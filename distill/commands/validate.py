@@ -83,7 +83,7 @@ def _models(recipe: Recipe) -> dict[str, ModelSection]:
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield the fields that name data, each with its file, folder or hub id."""
     data = recipe.data
-    named = [(part.field, part.data.source) for part in data.parts]
+    named = [(part.field, part.data.source) for part in [*data.parts, *data.set_parts]]
     for field, name in (*named, ("data.validation.source", data.validation.source)):
         if name is not None and name != STDLIB and name.partition(":")[0] != "synthetic":
             yield field, name if local_path(name).exists() else name.rpartition(":")[0] or name

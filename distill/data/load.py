@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
@@ -58,12 +58,24 @@ class Splits(NamedTuple):
         validation: Held-out rows, from documents that are in no row of `train`.
         report: Report of the data.
         mix: Number of rows of each source in an epoch; None for a single source.
+        sets: Rows of each further held-out set, by name.
     """
 
     train: datasets.Dataset
     validation: datasets.Dataset
     report: DataReport
-    mix: Mix | None = None
+    mix: Mix | None
+    sets: Mapping[str, datasets.Dataset]
+
+    @property
+    def held_out(self) -> dict[str, datasets.Dataset]:
+        """All held-out rows by the prefix of their figures, the rows of `validation` first, without one."""
+        return {"": self.validation, **{f"{name}_": rows for name, rows in self.sets.items()}}
+
+    def read_as(self, view: Callable[[Any], Any]) -> Splits:
+        """Return the same data with each part of the rows seen as `view` returns it."""
+        sets = {name: view(rows) for name, rows in self.sets.items()}
+        return self._replace(train=view(self.train), validation=view(self.validation), sets=sets)
 
     @property
     def epochs(self) -> datasets.Dataset | MixedRows:
@@ -162,23 +174,33 @@ def load_rows(
         chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
         held_out = [(other, np.flatnonzero(np.isin(pieces, chosen)))] * len(sources)
         rests = [np.arange(len(documents.origin)) for documents, _, _ in sources]
+    sets = {}
+    set_keys = []
+    for own_set, part in zip(data.validation.sets, data.set_parts, strict=True):
+        documents, _, key = read(part, -1)
+        section = data.validation.model_copy(update={"max_rows": own_set.max_rows or data.validation.max_rows})
+        pieces, texts = _texts(documents.origin)
+        chosen = _chosen(texts, section.max_rows or len(texts), section.seed)
+        sets[own_set.name] = (documents, np.flatnonzero(np.isin(pieces, chosen))), key, section
+        set_keys.append(key)
     parts = []
     trained = list[Chosen]()
     twice = 0
     for number, (documents, report, key) in enumerate(sources):
         others = [o.origin[c] for n, (o, c) in enumerate(held_out) if not (own and n == number)]
+        others += [documents.origin[chosen] for (documents, chosen), _, _ in sets.values()]
         rest = rests[number]
         if others:  # documents held out by one source are not trained on from another
             rest = rest[~np.isin(documents.origin[rest], np.concatenate(others))]
             twice += len(rests[number]) - len(rest)
         trained.append((documents, rest))
         # the column `row` has the source's number, other sources decide what is held out
-        settings = (f"{number}-" + "-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
+        settings = (f"{number}-" + "-".join([key, *keys[:number], *keys[number + 1 :], *set_keys]), sections[number])
         parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
     if twice:
         logger.warning("%s of the training data held out by another source: not trained on", plural(twice, "document"))
-    held_out = held_out if own else held_out[:1]
-    key = cache_key("copies", keys, [section.model_dump() for section in sections])
+    held_out = (held_out if own else held_out[:1]) + [chosen for chosen, _, _ in sets.values()]
+    key = cache_key("copies", keys + set_keys, [_selection(section) for section in sections])
     copies = count_copies(trained, held_out, key, cache=data.cache)
     if copies:
         logger.warning(
@@ -187,7 +209,19 @@ def load_rows(
             f"{copies:,}",
             plural(sum(len(chosen) for _, chosen in held_out), "held-out document"),
         )
-    return parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
+    splits = parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
+    rows = {name: _held_out_rows(data, *found) for name, found in sets.items()}
+    return splits._replace(sets=rows)
+
+
+def _held_out_rows(data: Data, held_out: Chosen, key: str, section: Validation) -> datasets.Dataset:
+    decided = (key, data.packing, data.max_length, _selection(section))
+    return _dataset(cache_key("validation", *decided), held_out, data, section.seed)
+
+
+def _selection(section: Validation) -> dict[str, Any]:
+    """Return the settings that choose held-out documents of one source, for the keys of cached files."""
+    return section.model_dump(exclude={"sets"})
 
 
 def _share_of(section: Validation, part: DataPart) -> Validation:
@@ -208,7 +242,7 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     mix = epoch_mix([len(splits.train) for splits in parts], [part.share for part in data.parts])
     train = datasets.concatenate_datasets([splits.train for splits in parts])
     held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
-    return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
+    return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix, {})
 
 
 def source_of(part: DataPart) -> DataSource:
@@ -377,8 +411,8 @@ def _pack(
         raise ValueError(
             "data.validation: expected documents left to train on, but all are held out; lower the fraction"
         )
-    key, section = settings
-    decided = (key, data.packing, data.max_length, section.model_dump())
+    key_of_source, section = settings
+    decided = (key_of_source, data.packing, data.max_length, _selection(section))
     own = data.active_on_policy if data.packing else None
     new = 0 if own is None else own.max_new_tokens
     whole = data.generates_every_turn
@@ -388,12 +422,12 @@ def _pack(
         added.append("together")
     key = cache_key("train", seed, *decided, *added)
     train = _dataset(key, trained, data, seed, new, together=whole)
-    validation = _dataset(cache_key("validation", *decided), held_out, data, data.validation.seed)
+    validation = _held_out_rows(data, held_out, key_of_source, section)
     report.count(*trained, *held_out)
     report.answer_room = new
     report.rows = len(train)
     report.validation_rows = len(validation)
-    return Splits(train, validation, report)
+    return Splits(train, validation, report, None, {})
 
 
 def _dataset(

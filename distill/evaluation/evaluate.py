@@ -24,6 +24,7 @@ from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, move_batch
+from distill.objectives.measure import perplexity
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 
@@ -60,11 +61,6 @@ class HeldOut(NamedTuple):
     @property
     def teacher_perplexity(self) -> float:
         return perplexity(self.teacher_cross_entropy)
-
-
-def perplexity(cross_entropy: float) -> float:
-    """Return exp of a mean cross-entropy in nats; infinite where that overflows."""
-    return math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
 
 
 def relative_reduction(before: HeldOut, after: HeldOut) -> float:

@@ -26,8 +26,9 @@ from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator, move_batch
 from distill.evaluation.bootstrap import Interval, mean_intervals, reduction_interval
-from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, metrics_from_statistics, perplexity
+from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, metrics_from_statistics
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
+from distill.objectives.measure import perplexity
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.teacher import CrossTeacher

@@ -36,6 +36,7 @@ from distill.models.patch.fused_loss import log_once
 
 log = logging.getLogger(__name__)
 
+FEW = 16  # prompts that are answered one by one
 ENGINES = ("distill", "transformers", "vllm")
 
 
@@ -102,10 +103,13 @@ def greedy_responses(
     """
     engine = TransformersEngine(model, settings_for(model, tokenizer, None))
     responses = []
-    for prompt in prompts:  # one by one, so that the progress is seen and no response depends on its neighbours
-        generated = engine.generate([encode_prompt(tokenizer, prompt)], max_new_tokens=max_new_tokens)
-        responses.append(tokenizer.decode(generated.tokens[0], skip_special_tokens=True).strip())
-        console.advance()
+    # samples one by one, so that no response depends on its neighbours; the many prompts of a task in batches
+    size = 1 if len(prompts) <= FEW else FEW
+    for begin in range(0, len(prompts), size):
+        ids = [encode_prompt(tokenizer, prompt) for prompt in prompts[begin : begin + size]]
+        generated = engine.generate(ids, max_new_tokens=max_new_tokens)
+        responses += [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in generated.tokens]
+        console.advance(len(ids))
     return responses
 
 

@@ -73,3 +73,8 @@ def cache_measure(manifest: Mapping[str, Any]) -> DivergenceUnit:
 def metric_text(value: float) -> str:
     """Return a metric as text; "unknown" for NaN, such as the reverse KL of sampled tokens."""
     return "unknown" if math.isnan(value) else f"{value:.4f}"
+
+
+def perplexity(cross_entropy: float) -> float:
+    """Return exp of a mean cross-entropy in nats; infinite where that overflows."""
+    return math.inf if cross_entropy >= 700 else math.exp(cross_entropy)

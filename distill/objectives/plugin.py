@@ -28,7 +28,7 @@ import hashlib
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from distill.objectives.targets import HeadForward
 from distill.objectives.term_loss import TermLoss
 from distill.objectives.token_weights import TokenWeighting, WeightFunction, array_names
 from distill.recipe.data import OnPolicy
+from distill.recipe.evaluation import Task
 from distill.recipe.loss import Loss, PluginTerm, TokenWeights
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -207,14 +208,17 @@ def require_arrays(section: TokenWeights | None, function: WeightFunction, has_r
             )
 
 
-def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = None) -> Plugin | None:
+def allowed_plugin(
+    loss: Loss, path: Path | None, on_policy: OnPolicy | None = None, tasks: Sequence[Task] = ()
+) -> Plugin | None:
     """Return the plugin that a recipe needs, read only where `--plugin` allows it. Its file is run where a term or
-    token weights come from it, and for a reward or an environment by the processes that call the function.
+    token weights come from it, and for a reward, an environment or a checker by the processes that call the function.
 
     Args:
         loss: the recipe's, whose `plugin` is the file that it was resolved with.
         path: the file that `--plugin` names.
         on_policy: the recipe's `data.on_policy`, which may have an environment.
+        tasks: the recipe's `eval.tasks`, which may have checkers.
 
     Raises:
         ValueError: a recipe with code in it and no `--plugin`, another file, or a term that the file does not define.
@@ -228,6 +232,9 @@ def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = N
         named.append((f"loss.token_weights: {weights.function}", weights.function_file))
     if on_policy is not None and on_policy.environment is not None:
         named.append((f"data.on_policy.environment: {on_policy.environment}", on_policy.environment_file))
+    for number, task in enumerate(tasks):
+        if task.checker_file is not None:
+            named.append((f"eval.tasks.{number}.checker: {task.checker}", task.checker_file))
     for function, file in named:
         if path is None or Path(path).resolve() != Path(file).resolve():
             raise ValueError(

@@ -33,6 +33,7 @@ import torch
 from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE
 
+from distill.generation.tasks import BATCH
 from distill.models.precision.quantised_student import quantised_bytes
 from distill.models.shape import ModelSizes
 from distill.objectives.losses import is_soft
@@ -178,9 +179,10 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         workspace += student.head * compute
     teacher_weights = teacher.held(world, sharded=teacher_sharded)
     rollouts = _rollout_cache(plan, student, compute)
+    tasks = _task_cache(plan, student, compute)
     own = recipe.data.active_on_policy
     answering = student.parameters * weight if own is not None and sharded else 0.0
-    held = teacher_weights + weights + states + layers.projections + buckets + rollouts + answering
+    held = teacher_weights + weights + states + layers.projections + buckets + rollouts + tasks + answering
     accumulated = gradients if accumulation > 1 else 0.0
     # Three moments. In the loss: all activations, the workspace and dW, no gradient of a layer yet. At the start of the
     # backward: dW and the first layer's gradients beside all activations. At its end: all gradients and one layer.
@@ -207,6 +209,8 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         parts["gathered weights"] = gathered
     if rollouts:
         parts["cache of rollouts"] = rollouts
+    if tasks:
+        parts["cache of tasks"] = tasks
     if answering:
         parts["copy that generates rollouts"] = answering
     if layers.states:
@@ -215,6 +219,12 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     if layers.projections:
         parts["layer projections"] = layers.projections
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
+    if recipe.eval.batch_size is not None:
+        # no backward: the activations of one layer, beside what goes into the loss; neither gradients nor dW
+        evaluated = recipe.eval.batch_size * recipe.data.max_length
+        passing = (one_layer + 2 * stream) / tokens + teacher.token_bytes * soft
+        logits = teacher.workspace or _workspace(plan, evaluated, columns, 0, models)
+        moments["evaluation"] = held + copies + evaluated * passing + logits
     if teacher.loading:
         moments[LOADING] = teacher.loading
     return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4, shared=shared)
@@ -238,6 +248,16 @@ def _rollout_cache(plan: DevicePlan, student: ModelSizes, compute: int) -> float
         * student.key_value
         * compute
     )
+
+
+def _task_cache(plan: DevicePlan, student: ModelSizes, compute: int) -> float:
+    """Return the bytes of the KV cache in which a student that is not sharded answers the longest of its tasks."""
+    tasks = plan.recipe.eval.tasks
+    if not tasks:
+        return 0.0
+    length = plan.recipe.data.max_length + max(task.max_new_tokens for task in tasks)
+    sequences = plan.recipe.eval.batch_size or BATCH
+    return 2.0 * sequences * length * student.layers * student.key_value * compute
 
 
 def _workspace(plan: DevicePlan, rows: int, columns: int, head_gradient: int, models: int) -> float:

@@ -414,17 +414,19 @@ def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight
 
 
 def _estimate_disk(recipe: Recipe, student: ModelSizes, precision: Precision, report: Preflight) -> None:
-    """The saved student, and with `save_every` two checkpoints and a third being written."""
+    """The saved student, with `save_every` two checkpoints and a third being written, with `keep_best` the best one."""
     weight = precision.student.itemsize
     lora = student.rank > 0
     final = (student.parameters - student.trained * lora) * weight + 4 * student.trained * lora
     trained = student.trained * (4 if lora else weight)
     checkpoint = (trained if lora else student.parameters * weight) + 2 * trained
     limit = recipe.train.arguments.get("save_total_limit", 2)
-    count = (limit if isinstance(limit, int) else 2) + 1
-    if recipe.train.save_every and report.steps:
-        count = min(count, report.steps // recipe.train.save_every)
-    report.disk = final + (count * checkpoint if recipe.train.save_every else 0)
+    train = recipe.train
+    count = (limit if isinstance(limit, int) else 2) + 1 + (train.keep_best is not None)
+    written = [every for every in (train.save_every, train.keep_best and train.eval_every) if every]
+    if written and report.steps:
+        count = min(count, sum(report.steps // every for every in written))
+    report.disk = final + (count * checkpoint if written else 0)
     report.disk_free = float(free_bytes(runs_folder(recipe.output_dir)))
     if report.disk > report.disk_free:
         free = f"{report.disk_free / GIB:.1f} GiB"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from distill.core.errors import Section
-from distill.recipe.fields import FUNCTION, Count, NotNegative, TemplateKwargs, Text, Usual
+from distill.recipe.fields import FUNCTION, ROUTE, Count, NotNegative, TemplateKwargs, Text, Usual
 
 FormatName = Literal["auto", "text", "prompt_completion", "chat", "prompts"]
 
@@ -44,6 +44,34 @@ class Fields(Section):
         return getattr(self, name) or name
 
 
+class ValidationSet(Section):
+    """A further held-out set, whose figures carry its name. Settings that are left out are those of `data`.
+
+    Attributes:
+        name: name of the set: its figures are `eval_NAME_kl`, `eval_NAME_agreement` and so on.
+        source: file, folder or hub data set, as in `data.source`.
+        subset: configuration of a hub data set.
+        split: split of a hub data set, or of a folder whose files are named by split.
+        format: format of the rows, as `data.format`.
+        fields: mapping of the columns, as `data.fields`.
+        unread: columns that are not read on purpose, as `data.unread`.
+        train_on: assistant turns of a chat that are measured, as `data.train_on`.
+        max_rows: maximum number of documents; null for that of `data.validation`.
+        teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
+    """
+
+    name: Annotated[str, Field(pattern=ROUTE)]
+    source: Text
+    subset: Text | None = None
+    split: Text | None = None
+    format: FormatName | None = None
+    fields: Fields | None = None
+    unread: list[Text] | None = None
+    train_on: Literal["all", "each", "last"] | None = None
+    max_rows: Count | None = None
+    teacher: Text | None = None
+
+
 class Validation(Section):
     """The held-out data.
 
@@ -53,12 +81,22 @@ class Validation(Section):
         max_rows: maximum number of held-out documents (texts, chats, or prompts with responses); null for no limit.
         seed: seed of the held-out selection and of random tokens; separate from `train.seed`, so that runs with
             different `train.seed` are evaluated on the same rows.
+        sets: further held-out sets beside this one, each measured by its own name whenever this one is.
     """
 
     source: Text | None = None
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     max_rows: Count | None = 512
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    sets: list[ValidationSet] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [own.name for own in self.sets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sets: expected different names, got {name!r} twice")
+        return self
 
 
 class OnPolicy(Section):
@@ -230,6 +268,12 @@ class Data(Section):
         return {**tree, "source": names}
 
     @model_validator(mode="after")
+    def _sets_hold_text(self) -> Self:
+        if self.validation.sets and self.is_synthetic:
+            raise ValueError("validation.sets: expected a data.source of text, got random tokens")
+        return self
+
+    @model_validator(mode="after")
     def _sources_hold_text(self) -> Self:
         if any(part.source.partition(":")[0] == "synthetic" for part in self.sources):
             raise ValueError("expected sources of text, got synthetic, which goes alone")
@@ -261,10 +305,22 @@ class Data(Section):
         if not self.sources:
             return [DataPart("data.source", self)]
         total = sum(source.weight for source in self.sources)
-        found = []
+        found: list[DataPart] = []
         for number, source in enumerate(self.sources):
             own = {name: value for name, value in source if value is not None and name not in ("weight", "teacher")}
             most = [rows for rows in (source.max_rows, self.max_rows) if rows is not None]
             data = self.model_copy(update={"sources": [], **own, "max_rows": min(most, default=None)})
             found.append(DataPart(f"data.sources.{number}.source", data, source.weight / total, source.teacher))
+        return found
+
+    @property
+    def set_parts(self) -> list[DataPart]:
+        """Every further held-out set with the settings that it is read by."""
+        found = []
+        for number, held_out in enumerate(self.validation.sets):
+            own = {name: value for name, value in held_out if value is not None and name not in ("name", "teacher")}
+            if own.get("format", self.format) == "prompts":  # the data's; held-out figures need responses
+                own["format"] = "auto"
+            data = self.model_copy(update={"sources": [], "max_rows": None, **own})
+            found.append(DataPart(f"data.validation.sets.{number}.source", data, teacher=held_out.teacher))
         return found

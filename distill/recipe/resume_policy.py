@@ -35,6 +35,7 @@ FREE = (
     "data.cache",  # the hash of the rows in lock.yaml identifies the data
     "data.on_policy.batch_size",
     "data.on_policy.store_every",
+    "eval.batch_size",
 )
 NUMBERED = r"^teachers\.\d+\."
 

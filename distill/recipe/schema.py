@@ -26,8 +26,10 @@ from distill.core.folders import STAGES
 from distill.recipe.aliases import other_tools
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, DataPart
+from distill.recipe.evaluation import Evaluation
 from distill.recipe.extends import parse_extended, read_recipe_text
 from distill.recipe.fields import NAME, Text
+from distill.recipe.held_out_figures import figure_directions
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student
 from distill.recipe.renamed import rename_overrides, rename_settings
@@ -78,6 +80,7 @@ class Recipe(Section):
         loss: weighted sum of divergences and cross-entropy.
         train: length of the run, batch, optimizer, checkpoints.
         parallel: distribution of the models over several devices.
+        eval: tasks that the student answers while it trains, and the batch of held-out evaluations.
         generate: samples of teacher and student, generated greedily before and after training.
         export: GGUF file of the student, written and measured at the end of a run; null for none.
         stages: consecutive runs, such as prune, train, quantise. Each overrides settings of this recipe, and starts
@@ -95,23 +98,32 @@ class Recipe(Section):
     loss: Loss = Loss()
     train: Train
     parallel: Parallel = Parallel()
+    eval: Evaluation = Evaluation()
     generate: Generate = Generate()
     export: Export | None = None
     stages: list[Stage] = Field(default_factory=list)
 
     @property
     def runs_code(self) -> bool:
-        """Return whether a run calls functions of a file: loss terms, token weights, a reward, an environment."""
+        """Return whether a run calls functions of a file: loss terms, token weights, a reward, environment, checker."""
         answers = self.data.active_on_policy
         has_environment = answers is not None and answers.environment is not None
         has_function = self.loss.rewarded is not None or self.loss.weighs_by_function
-        return self.loss.plugin is not None or has_function or has_environment
+        has_checker = any(task.checker_file for task in self.eval.tasks)
+        return self.loss.plugin is not None or has_function or has_environment or has_checker
 
     @model_validator(mode="after")
     def _is_resolved(self) -> Self:
         if self.extends is not None:
             raise ValueError(f"extends: expected it in a recipe's file, got {self.extends!r} as an override")
         return self
+
+    @property
+    def figure_directions(self) -> dict[str, bool]:
+        """Names of the held-out figures that `train.keep_best` may choose, each with whether higher is better."""
+        routes = [teacher.route for teacher in self.teachers if teacher.route]
+        tasks = [task.name for task in self.eval.tasks if task.every == 1]  # in every evaluation
+        return figure_directions(routes, [held_out.name for held_out in self.data.validation.sets], tasks)
 
     @model_validator(mode="before")
     @classmethod
@@ -139,7 +151,7 @@ class Recipe(Section):
         if any(routes) and not all(routes):
             raise ValueError("teachers: expected a route for each teacher, or for none; got some without")
         whole = [DataPart("", self.data)] if self.data.validation.source is not None else []
-        for part in [*self.data.parts, *whole]:
+        for part in [*self.data.parts, *whole, *self.data.set_parts]:
             if [part.data.fields.teacher, part.teacher].count(None) != (1 if any(routes) else 2):
                 raise ValueError(
                     "data.fields.teacher: names the column of a row's teacher where teachers have routes, and where "
@@ -151,6 +163,19 @@ class Recipe(Section):
         for route, own in groupby(self.teachers if any(routes) else [], lambda teacher: teacher.route):
             if routes.count(route) != len(weights := [teacher.weight for teacher in own]) or not any(weights):
                 raise ValueError(f"teachers: expected those of route {route} together, and a weight above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_have_a_tokenizer(self) -> Self:
+        if self.eval.tasks and self.data.is_synthetic:
+            raise ValueError("eval.tasks: expected a data.source of text, got random tokens, which need no tokenizer")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_a_figure(self) -> Self:
+        if self.train.keep_best is not None and self.train.keep_best not in self.figure_directions:
+            known = ", ".join(self.figure_directions)
+            raise ValueError(f"train.keep_best: expected a held-out figure, {known}; got {self.train.keep_best!r}")
         return self
 
     @model_validator(mode="after")

@@ -28,6 +28,7 @@ class Stage(Section):
         loss: overrides of `loss`.
         train: overrides of `train`.
         parallel: overrides of `parallel`.
+        eval: overrides of `eval`.
         generate: overrides of `generate`.
     """
 
@@ -38,6 +39,7 @@ class Stage(Section):
     loss: Settings
     train: Settings
     parallel: Settings
+    eval: Settings
     generate: Settings
 
     def applied(self, tree: dict[str, object], start: str | None) -> dict[str, object]:

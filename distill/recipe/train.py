@@ -26,7 +26,7 @@ OWNED_ARGUMENTS = {
     "max_steps": "train.steps",
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.batch_size",
-    "per_device_eval_batch_size": "train.batch_size",
+    "per_device_eval_batch_size": "eval.batch_size",
     "gradient_accumulation_steps": "train.tokens_per_step",
     "learning_rate": "train.learning_rate",
     "lr_scheduler_type": "train.schedule",
@@ -83,6 +83,20 @@ def is_adam(train: Train) -> bool:
     return "adam" in train.optimizer
 
 
+class EarlyStopping(Section):
+    """End of training before its last step.
+
+    Attributes:
+        patience: number of held-out evaluations in a row without an improvement of `train.keep_best` after which
+            training ends.
+        min_delta: an evaluation counts as an improvement where its figure is better than the best before it by more
+            than this, in the figure's unit.
+    """
+
+    patience: Count
+    min_delta: NotNegative = 0.0
+
+
 class Train(Section):
     """Length, batch, optimizer, precision and logging of a run: exactly one of `steps` and `epochs`.
 
@@ -119,6 +133,11 @@ class Train(Section):
         seed: seed of new adapters, data order, dropout and sampling; the weights of `init: random` do not depend on it.
         save_every: steps between checkpoints, of which the last two are kept; null or 0 for the final model only.
         eval_every: steps between held-out evaluations; null or 0 for evaluations before and after training only.
+        keep_best: held-out figure by which the student of the best evaluation is kept, instead of that of the last
+            step: `kl`, `agreement`, `cross_entropy`, `perplexity`, `loss`, or another one that `metrics.jsonl` has with
+            the prefix `eval_`. Each evaluation (`eval_every`) that is the best so far writes a checkpoint, which is
+            kept. null for the student of the last step.
+        early_stopping: end training once `keep_best` no longer improves; null to make all steps.
         log_every: steps between log lines.
         on_divergence: `warn` or `stop` the run where, in 3 consecutive log entries or evaluations, the loss exceeds
             3 times its first value + 1 nat, or the perplexity returns to that of uniform probabilities.
@@ -158,6 +177,8 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     save_every: Every = None
     eval_every: Every = None
+    keep_best: Text | None = None
+    early_stopping: EarlyStopping | None = None
     log_every: Count = 10
     on_divergence: Literal["warn", "stop"] = "warn"
     report_to: Annotated[list[Text], BeforeValidator(no_reports)] = Field(default_factory=list)
@@ -174,6 +195,19 @@ class Train(Section):
             raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; got {self.optimizer}")
         if self.optimizer != "fused_adamw" and (wrong := unknown_name(self.optimizer, optimizer_names())):
             raise ValueError(f"optimizer: expected fused_adamw or a name of transformers' optim argument, {wrong}")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_evaluated(self) -> Self:
+        if self.early_stopping is not None and self.keep_best is None:
+            raise ValueError("early_stopping: expected keep_best, the held-out figure that it watches; got none")
+        if self.keep_best is None:
+            return self
+        if self.eval_every is None:
+            raise ValueError(f"keep_best: {self.keep_best} is a held-out figure: expected eval_every, got none")
+        for name in ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"):
+            if name in self.arguments:
+                raise ValueError(f"arguments.{name}: expected none with keep_best {self.keep_best}, which sets it")
         return self
 
     @model_validator(mode="after")

@@ -49,6 +49,7 @@ JUDGED_BY = (
             "validation",
         )
     ),
+    "eval.tasks.",
 )
 
 
@@ -58,6 +59,7 @@ class RunGroup(NamedTuple):
     Attributes:
         name: Name of the first run.
         divergence, agreement, gap: Values of the metrics, one per run.
+        further: Values of the divergence on each named held-out set and of the accuracy in each task, by a title.
         differs: Settings in which this group's training differs from the first group's.
         p_value: p-value of the difference from the first group; None where there is no test.
     """
@@ -68,6 +70,7 @@ class RunGroup(NamedTuple):
     divergence: list[float]
     agreement: list[float]
     gap: list[float]
+    further: dict[str, list[float]]
     differs: dict[str, object]
     p_value: float | None = None
 
@@ -132,11 +135,22 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[RunGroup]:
                 divergence,
                 [figures["agreement"] for figures in after],
                 gaps,
+                _further(members),
                 _changes(settings, first),
                 welch_p_value(made[0].divergence, divergence) if comparable else None,
             )
         )
     return made
+
+
+def _further(runs: Sequence[ReportedRun]) -> dict[str, list[float]]:
+    """Return the values of figures that all of some runs of one recipe have beside those of the held-out rows."""
+    found: dict[str, list[float]] = {}
+    for name in runs[0].sets:
+        found[f"{name}: {runs[0].measure.name}"] = [run.sets[name]["after"]["forward_kl"] for run in runs]
+    for name in runs[0].result.get("tasks", {}):
+        found[f"{name}: accuracy"] = [run.result["tasks"][name]["after"]["accuracy"] for run in runs]
+    return found
 
 
 def _by_recipe(runs: Sequence[ReportedRun]) -> dict[str, tuple[dict[str, object], list[ReportedRun]]]:

@@ -19,8 +19,7 @@ from distill.core.errors import RecipeError, first_line, quote
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.core.manifest import entry_mismatch
-from distill.evaluation.evaluate import perplexity
-from distill.objectives.measure import DivergenceUnit, metric_text
+from distill.objectives.measure import DivergenceUnit, metric_text, perplexity
 from distill.recipe import Recipe, parse
 from distill.reports.curves import Panel, Rows, charts_of, same_axes
 from distill.reports.plots import HINT, Series, line_chart, matplotlib_is_installed, short
@@ -65,12 +64,19 @@ class ReportedRun(NamedTuple):
     def held_out(self) -> dict[str, dict[str, float]]:
         """Return held-out metrics under `before` and `after`, as far as they exist, named as in `HeldOut`."""
         found = {"before": self.before.get("held_out"), "after": self.result.get("after")}
-        # values that are not finite are null in the file
-        return {
-            name: {key: math.nan if value is None else value for key, value in self.measure.read(figures).items()}
-            for name, figures in found.items()
-            if figures
+        return {name: self._figures(figures) for name, figures in found.items() if figures}
+
+    @property
+    def sets(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return the same for each named held-out set."""
+        found = self.result.get("sets") or {
+            name: {"before": figures} for name, figures in self.before.get("sets", {}).items()
         }
+        return {name: {when: self._figures(figures) for when, figures in own.items()} for name, own in found.items()}
+
+    def _figures(self, figures: dict[str, Any]) -> dict[str, float]:
+        # values that are not finite are null in the file
+        return {key: math.nan if value is None else value for key, value in self.measure.read(figures).items()}
 
     @property
     def summary(self) -> list[tuple[str, str]]:
@@ -166,6 +172,7 @@ def report_html(run: ReportedRun) -> str:
         _header(run),
         _summary(run),
         _section("Held out", _held_out(run)),
+        _section("Tasks", _tasks(run)),
         _section("Training, by optimizer step", _charts(run.metrics, run.measure)),
         _section("Time", _time(run.metrics)),
         _section("Samples", _samples(run)),
@@ -259,10 +266,13 @@ def _held_out(run: ReportedRun) -> str:
 
     fit = perplexity(last["teacher_cross_entropy"])
     rows = [["teacher", "0", "0", "100 %", f"{fit:,.2f}", f"{last['teacher_entropy']:.3f}"]]
-    for name, row in figures.items():
+    measured = {TITLES[name]: row for name, row in figures.items()}
+    for held_out, own in run.sets.items():
+        measured |= {f"{held_out}: {TITLES[name]}": row for name, row in own.items()}
+    for title, row in measured.items():
         rows.append(
             [
-                TITLES[name],
+                title,
                 metric_text(row["forward_kl"]),
                 metric_text(row["reverse_kl"]),
                 f"{100 * row['agreement']:.1f} %",
@@ -277,6 +287,19 @@ def _held_out(run: ReportedRun) -> str:
         f"Agreement: the share of {measure.unit}s {AGREEMENT}. Perplexity: of the text, lower is better."
     )
     return table(head, rows) + f'<p class="note">{html.escape(note)}</p>'
+
+
+def _tasks(run: ReportedRun) -> str:
+    found: dict[str, Any] = run.result.get("tasks") or run.before.get("tasks") or {}
+    rows = []
+    for name, own in found.items():
+        for who, figures in own.items():
+            interval = f"{figures['low']:.1%} to {figures['high']:.1%}"
+            rows.append([f"{name}: {TITLES[who]}", f"{figures['accuracy']:.1%}", interval, f"{figures['prompts']:,}"])
+    if not rows:
+        return ""
+    note = "Share of prompts whose greedy answer is right, with its 95 % interval (Wilson)."
+    return table(["", "accuracy", "interval", "prompts"], rows) + f'<p class="note">{html.escape(note)}</p>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

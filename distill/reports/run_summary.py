@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from distill.core import console
@@ -102,12 +103,22 @@ def _line_of(schedule: Schedule) -> str:
 
 
 def result_table(
-    before: HeldOut, after: HeldOut, measure: DivergenceUnit = KL
+    before: HeldOut,
+    after: HeldOut,
+    measure: DivergenceUnit = KL,
+    sets: Mapping[str, tuple[HeldOut, HeldOut]] = MappingProxyType({}),
 ) -> tuple[list[str], list[list[str]], str]:
-    """Return heading, rows and closing line of the table of held-out metrics."""
+    """Return heading, rows and closing line of the table of held-out metrics.
+
+    Args:
+        sets: Metrics before and after training of named held-out sets.
+    """
     heading = ["held out", f"{measure.name} to teacher", "agreement", "perplexity"]
     rows = [["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"]]
-    for title, row in (("student before", before), ("student after", after)):
+    measured = {"student before": before, "student after": after}
+    for name, (was, now) in sets.items():
+        measured |= {f"{name}: before": was, f"{name}: after": now}
+    for title, row in measured.items():
         rows.append([title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"])
     tokens = plural(after.tokens, f"held-out {measure.unit}")
     return heading, rows, f"reduction   {describe_reduction(before, after)} of the {measure.name}, over {tokens}"

@@ -15,6 +15,7 @@ from distill.models.dtypes import COMPUTE, Precision, resolve_precision
 from distill.planning.run_plan import RunPlan
 from distill.planning.steps import FUSED
 from distill.recipe import Recipe, Train
+from distill.recipe.held_out_figures import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def training_arguments(
         "output_dir": str(folder),
         "max_steps": steps,
         "per_device_train_batch_size": plan.rows,
-        "per_device_eval_batch_size": train.batch_size,
+        "per_device_eval_batch_size": recipe.eval.batch_size or train.batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": schedule,
@@ -110,8 +111,9 @@ def training_arguments(
         "fp16": precision.autocast == torch.float16,
         "seed": train.seed,
         "full_determinism": train.deterministic,
-        "save_strategy": "steps" if train.save_every else "no",
-        "save_steps": train.save_every or 0.1,
+        # with keep_best alone at the last step too: best and last evaluation can differ
+        "save_strategy": "steps" if train.save_every or train.keep_best else "no",
+        "save_steps": train.save_every or (steps if train.keep_best else 0.1),
         "save_total_limit": 2,
         "eval_strategy": "steps" if train.eval_every else "no",
         "eval_steps": train.eval_every,
@@ -147,6 +149,12 @@ def training_arguments(
         made = TrainingArguments(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error
+    if train.keep_best is not None:
+        # Set afterwards: TrainingArguments would refuse intervals of which save_every is no multiple of eval_every,
+        # since `Trainer` alone loses a best evaluation without a checkpoint; ours writes one (transformers_compat.py).
+        made.load_best_model_at_end = True
+        made.metric_for_best_model = PREFIX + train.keep_best
+        made.greater_is_better = recipe.figure_directions[train.keep_best]
     try:  # a bad schedule would otherwise fail only after the evaluation that precedes training
         tried = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate)
         settings = made.lr_scheduler_kwargs

@@ -108,6 +108,10 @@ class StepListener(TrainerCallback):
     def gradient_norm_computed(self, norm: torch.Tensor) -> None:
         """Take note of the norm of a step's gradients before clipping."""
 
+    def held_out(self) -> dict[str, float]:
+        """Return figures of an evaluation beside those of the held-out rows, by name; every rank calls it."""
+        return {}
+
     def metrics(self) -> dict[str, float]:
         """Return metrics of the logging interval that ends, and begin another; every rank calls it."""
         return {}

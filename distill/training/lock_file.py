@@ -84,10 +84,11 @@ def locked_data(recipe: Recipe, splits: Splits, vocabulary: Vocabulary) -> Plain
     The source's hash is that of its content, or a hub data set's fingerprint; held-out rows are named by their source.
     """
     held_out = recipe.data.validation.source or "rows_sha256"
+    sets = {name: hash_rows(rows) for name, rows in splits.sets.items()}
     return {
         "source": splits.report.digest,
         "rows_sha256": hash_rows(splits.train),
-        "validation": {held_out: hash_rows(splits.validation)},
+        "validation": {held_out: hash_rows(splits.validation), **sets},
         **_text_to_tokens(vocabulary),
     }
 
@@ -226,7 +227,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path
     """
     origin = f"--resume: {path} (move it away to continue anyway)"
     moved = before["processes"] != now["processes"]
-    for name in ("data", "teacher", "student", "seeds"):
+    for name in ("data", "teacher", "student", "seeds", *(["tasks"] if "tasks" in before else [])):
         was = before[name]
         present = now[name]
         if moved and name in ("teacher", "student"):

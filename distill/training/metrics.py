@@ -195,6 +195,12 @@ def count_sums(routes: Sequence[str]) -> int:
     return len(STATISTICS) + len(PER_ROUTE) * len(routes)
 
 
+def held_out_figures(divergence: tuple[str | None, float], routes: Sequence[str]) -> set[str]:
+    """Return the names of the figures of an evaluation; with routes those of a route without tokens are left out."""
+    sums = [1.0] * count_sums(routes)
+    return {"loss", "perplexity", *metrics_from_sums(sums, 1.0, divergence, routes)}
+
+
 def metrics_from_sums(
     sums: list[float],
     trained: float,

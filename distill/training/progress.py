@@ -184,8 +184,19 @@ class ProgressReport(StepListener):
 
     def _show_held_out(self, state: TrainerState, logs: dict[str, Any]) -> None:
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
-        if "loss" in figures:
-            self._show(f"step {state.global_step}/{state.max_steps}  held out: {figures_line(figures, self.measure)}")
+        if "loss" not in figures:
+            return
+        sets = [name.removesuffix("loss") for name in figures if name.endswith("loss")]  # "" for the set without a name
+        for prefix in sets:
+            own = {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
+            where = f"held out, {prefix[:-1]}" if prefix else "held out"
+            self._show(f"step {state.global_step}/{state.max_steps}  {where}: {figures_line(own, self.measure)}")
+        for name in figures:
+            if name.endswith("_accuracy"):
+                low = figures[f"{name}_low"]
+                high = figures[f"{name}_high"]
+                shown = f"{name.removesuffix('_accuracy')}: accuracy {figures[name]:.1%} ({low:.1%} to {high:.1%})"
+                self._show(f"step {state.global_step}/{state.max_steps}  {shown}")
 
     def _show(self, text: str) -> None:
         with ignore_lost_terminal():

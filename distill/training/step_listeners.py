@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -20,6 +20,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.early_stopping import EarlyStopping
 from distill.training.embedding_noise import EmbeddingNoise
 from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from distill.core.run_lock import RunLock
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.rollout_steps import Collated
+    from distill.generation.tasks import StudentTasks
     from distill.teachers.opening import ModelPair
+    from distill.training.trainer import DistillationTrainer
 
 
 def training_listeners(
@@ -107,6 +110,16 @@ def run_listeners(
         ProgressReport(measure=objective.measure, loss=recipe.loss),
         DivergenceMonitor(recipe, objective.columns),
     ]
+    stopping = recipe.train.early_stopping
+    if stopping is not None and recipe.train.keep_best is not None:
+        found.append(
+            EarlyStopping(
+                recipe.train.keep_best,
+                higher_is_better=recipe.figure_directions[recipe.train.keep_best],
+                patience=stopping.patience,
+                min_delta=stopping.min_delta,
+            )
+        )
     if rollouts is not None:
         found += [RolloutBatches(rollouts, trainer), RolloutMonitor()]
         if section is not None and section.store_every:
@@ -116,6 +129,50 @@ def run_listeners(
     if device.type == "cuda" and (setting is True or (setting and runs_our_kernels(device))):
         found.append(CudaGraphCallback(pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
     return found
+
+
+class HeldOutSets(StepListener):
+    """Listener that measures further held-out sets in each evaluation.
+
+    Args:
+        sets: Rows by the set's name.
+    """
+
+    def __init__(self, trainer: DistillationTrainer, sets: Mapping[str, Any]) -> None:
+        self.trainer = trainer
+        self.sets = sets
+
+    def held_out(self) -> dict[str, float]:
+        """Return the figures of each set, with its name before theirs."""
+        found: dict[str, float] = {}
+        for name, rows in self.sets.items():
+            # the loader of tests: that of evaluations is kept under one name for all data sets
+            figures = self.trainer.held_out_figures(self.trainer.get_test_dataloader(rows))
+            found |= {f"{name}_{figure}": value for figure, value in figures.items()}
+        return found
+
+
+class TaskFigures(StepListener):
+    """Listener that has the student answer its tasks in evaluations."""
+
+    def __init__(self, trainer: DistillationTrainer, tasks: StudentTasks) -> None:
+        self.trainer = trainer
+        self.tasks = tasks
+
+    def held_out(self) -> dict[str, float]:
+        """Return the accuracy of each task that is due, with its interval."""
+        state = self.trainer.state
+        # from the step alone, so that a resumed run goes on with the same evaluations
+        number = -(-state.global_step // state.eval_steps) if state.eval_steps else 0
+        found: dict[str, float] = {}
+        for questions in self.tasks.questions:
+            if number % questions.task.every and state.global_step < state.max_steps:
+                continue
+            accuracy = self.tasks.measure(questions, state.global_step)
+            low, high = accuracy.interval
+            name = f"{questions.name}_accuracy"
+            found |= {name: accuracy.value, f"{name}_low": low, f"{name}_high": high}
+        return found
 
 
 class RankWatch(StepListener):

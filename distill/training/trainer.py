@@ -27,6 +27,7 @@ from distill.data.collator import BatchColumns, Collator, content_mask, padding_
 from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
+from distill.objectives.measure import perplexity
 from distill.objectives.targets import Batch
 from distill.objectives.token_weights import WeightFunction
 from distill.recipe import Loss
@@ -180,7 +181,9 @@ class DistillationTrainer(TransformersCompat):
         Raises:
             ValueError: The loss needs rewards and no listener provides them.
         """
-        if self.is_in_train and self.state.global_step >= self.state.max_steps:  # resumed after its last step
+        # resumed after its last step, or after one that was the last by an evaluation
+        is_over = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+        if self.is_in_train and is_over:
             return [], None
         if self._needs_rewards and not any(each.provides_rewards for each in self.listeners):
             raise ValueError("loss.terms: a reward needs a callback of RolloutBatches with rewards; got none")
@@ -248,7 +251,10 @@ class DistillationTrainer(TransformersCompat):
             each = [self.evaluate(own, ignore_keys, f"{metric_key_prefix}_{name}") for name, own in sets.items()]
             return {name: value for figures in each for name, value in figures.items()}
         with self.listeners.phase(PAUSED):
-            figures = self._held_out(self.get_eval_dataloader(eval_dataset))
+            figures = self.held_out_figures(self.get_eval_dataloader(eval_dataset))
+            if eval_dataset is None:
+                for more in self.listeners.notify(StepListener.held_out):
+                    figures |= more
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -258,7 +264,8 @@ class DistillationTrainer(TransformersCompat):
         """Raise ValueError: `Trainer` would return sums of statistics as predictions, and means over batches."""
         raise ValueError("predict: no logits are computed; for metrics use evaluate(rows, metric_key_prefix='test')")
 
-    def _held_out(self, batches: Any) -> dict[str, float]:
+    def held_out_figures(self, batches: Any) -> dict[str, float]:
+        """Return loss and metrics, means over the trained tokens of all batches and ranks; every rank calls it."""
         # in training the wrapper, whose forward gathers the weights that FSDP has sharded
         model = self.model_wrapped if self.is_in_train else self.model
         objective = self.objective
@@ -280,9 +287,11 @@ class DistillationTrainer(TransformersCompat):
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
         if trained == 0:
             raise ValueError("eval_dataset: no trained tokens (every label is -100)")
+        figures = metrics_from_sums(statistics, trained, objective.divergence, objective.routes)
         return {
             "loss": loss / trained,
-            **metrics_from_sums(statistics, trained, objective.divergence, objective.routes),
+            **figures,
+            "perplexity": perplexity(figures["cross_entropy"]),
             **of_routers.pop_metrics(),
         }
 

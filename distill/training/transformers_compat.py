@@ -151,6 +151,13 @@ class TransformersCompat(Trainer):
         else:
             load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Write a checkpoint of each new best evaluation; `Trainer` writes it only where one is due by `save_steps`."""
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
+
     def _load_best_model(self) -> None:
         """Load weights by the model's own names, and all else that belongs to the checkpoint, as on resume.
 
@@ -273,6 +280,8 @@ class ResumedState(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         if not args.auto_find_batch_size:
             state.train_batch_size = args.train_batch_size
+        if state.best_model_checkpoint is not None:  # the run's folder may have been moved since
+            state.best_model_checkpoint = str(Path(str(args.output_dir)) / Path(state.best_model_checkpoint).name)
         self._is_over = state.global_step >= state.max_steps
 
     def on_epoch_begin(
@@ -284,7 +293,17 @@ class ResumedState(TrainerCallback):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(int(state.epoch))
         if not self._is_over and lacks_evaluation(args, state):
-            self.trainer.evaluate()
+            self._evaluate(args, state)
+        if control.should_training_stop:  # by that evaluation, or by one before the checkpoint
+            self._is_over = True
+            control.should_save = False
+
+    def _evaluate(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Make the evaluation of the step that the run resumes from, whose checkpoint is there already."""
+        metrics = self.trainer.evaluate()
+        checkpoint = Path(str(args.output_dir)) / f"{CHECKPOINT}{state.global_step}"
+        if self.trainer._determine_best_metric(metrics, None) and checkpoint.is_dir():
+            state.best_model_checkpoint = str(checkpoint)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

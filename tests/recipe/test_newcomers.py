@@ -53,7 +53,7 @@ from distill.training.progress import ProgressReport
         ("loss.terms=[forward_kl]", "as in loss.terms: [{type: forward_kl}]"),
         ("loss.terms=[{type:kld}]", "'type:kld': YAML wants a space after the colon, as in type: kld"),
         ("train=steps:100", "got 'steps:100'; YAML needs a space after the colon: steps: 100"),
-        ("train.early_stopping_patience=3", "train.early_stopping_patience: unknown field; known: steps, epochs"),
+        ("train.early_stopping_patience=3", "did you mean train.early_stopping?"),
         ("train.neftune_noise_alpha=5", "did you mean train.neftune_alpha?"),
         ("eval_strategy=steps", "did you mean train.eval_every?"),
         (

@@ -259,7 +259,7 @@ def test_mistakes_in_a_stage_are_named_before_anything_runs():
         ("[{student: {quantise: {format: q9}}}]", r"stages.0: student.quantise.format"),
         ("[{}, {train: {stps: 3}}]", r"stages.1: train.stps: unknown"),
         ("[{name: a/b}]", r"stages.0.name"),
-        ("[{eval: {}}]", r"stages.0.eval"),
+        ("[{evals: {}}]", r"stages.0.evals"),
     ):
         with pytest.raises(RecipeError, match=message):
             parse(RECIPE, [f"stages={stages}"], name="tiny")

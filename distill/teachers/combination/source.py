@@ -91,8 +91,7 @@ class SeveralPlan(TeacherPlan):
     def _rows_of(self, route: int, splits: Splits) -> Splits:
         if not self.is_routed:
             return splits
-        train, validation = (RouteRows(rows, route) for rows in splits[:2])
-        return splits._replace(train=train, validation=validation)
+        return splits.read_as(lambda rows: RouteRows(rows, route))
 
     def vocabulary(self) -> SeveralVocabulary:
         return SeveralVocabulary(self)

@@ -132,9 +132,7 @@ class ReadingPlan(TeacherPlan):
 
     def inner_splits(self, splits: Splits) -> Splits:
         """The rows are made from the student's when they are accessed."""
-        train = TeacherRows(splits.train, self.reads.teacher_row)
-        validation = TeacherRows(splits.validation, self.reads.teacher_row)
-        return splits._replace(train=train, validation=validation)
+        return splits.read_as(lambda rows: TeacherRows(rows, self.reads.teacher_row))
 
 
 class TeacherRows(Sequence[Mapping[str, Any]]):

@@ -225,7 +225,7 @@ class StoredPlan(TeacherPlan):
     def note_data(self, splits: Splits) -> None:
         if self.inner is None:
             return
-        rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
+        rows = (row for split in (splits.train, *splits.held_out.values()) for row in rows_of(split))
         self.required = {d.key: len(d.predicting) for row in rows for d in stored_documents(row)}
         self.noted = splits
 
@@ -247,7 +247,8 @@ class StoredPlan(TeacherPlan):
             store = Store(self._folder())
             hint = what_differs(store.manifest["data"], data_settings(self.recipe, splits.report.digest))
             store.require(splits.train, "training data", hint)
-            store.require(splits.validation, "held-out data", hint)
+            for rows in splits.held_out.values():
+                store.require(rows, "held-out data", hint)
         except ValueError as error:
             return [str(error)]
         return []

@@ -291,6 +291,10 @@ class Store:
             manifest = read_store_json(folder / MANIFEST)
             if manifest is not None and ANSWERS in manifest["files"]:
                 return
+            before = read_store_json(folder / ANSWERS)
+            if before is not None and before["max_new_tokens"] != settings.max_new_tokens:
+                return  # the samples, which a run asks for first; the answers to a task are longer
+            paired = {**({} if before is None else before["answers"]), **paired}
             write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
             if manifest is not None:
                 files = {**manifest["files"], ANSWERS: manifest_entry(folder / ANSWERS)}
