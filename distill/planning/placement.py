@@ -80,7 +80,9 @@ def estimate_placement(plan: DevicePlan) -> Placement:
     ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
     # the peak includes the teacher, which is placed here: without it what is left is S(1) and S(world)
     others = [way.peak - way.parts["teacher"] for way in ways]
-    needs = MemoryNeeds(ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, *others, ways[0].shared)
+    needs = MemoryNeeds(
+        ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, others[0], others[1], ways[0].shared
+    )
     teachers = "copied" if parallel.teacher == "served" or not plan.source.shardable else parallel.teacher
     placement = choose_placement("ddp" if whole else parallel.strategy, needs, usable, world, teachers)
     why = (

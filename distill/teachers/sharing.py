@@ -57,7 +57,7 @@ def sharing_text(
     if shared.saved:
         holders = " and ".join(filter(None, [", ".join(shared.holders[:-1]), shared.holders[-1]]))
         size = f"{shared.saved / GIB:.2f} GiB"
-        text = f"{holders} hold one copy of {count_text(shared.count)} frozen parameters, {size} less"
+        text = f"{holders} hold one copy of {count_text(shared.numbers)} frozen parameters, {size} less"
     if student is None or shared_with(teachers, student):
         return text
     reasons = [why_apart(teacher, student) for teacher in teachers if teacher.reads_the_files_of(student)]

@@ -282,7 +282,7 @@ def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, pr
     alone = AveragedTeacher(load_teacher(loaded_section(given), dtype=context.precision.teacher), 0.7)
     alone.add_adapters(given.student.lora, given.train.seed)
     pairs[1] = pairs[1]._replace(teacher=ContextTeacher(alone, pairs[1].teacher.prompt))
-    assert [shared_among(dict(pair.models())).count > 0 for pair in pairs] == [True, False]
+    assert [shared_among(dict(pair.models())).numbers > 0 for pair in pairs] == [True, False]
     (losses, weights), (expected, copied) = (trained(pair, rows, workplace / "out") for pair in pairs)
     assert losses == expected and len(set(losses)) == 5
     assert all(torch.equal(tensor, copied[name]) for name, tensor in weights.items())

@@ -110,7 +110,7 @@ def with_same_parameters(model: Any) -> Any:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def is_shared(parameter: nn.Parameter) -> bool:
+def is_shared(parameter: torch.Tensor) -> bool:
     """Return whether several models have a parameter."""
     return getattr(parameter, SHARED, False)
 
@@ -120,12 +120,12 @@ class SharedParameters(NamedTuple):
 
     Attributes:
         holders: Names of the models.
-        count: Number of parameters, each counted once.
+        numbers: How many numbers they hold, each counted once.
         saved: Bytes that as many copies would take more.
     """
 
     holders: list[str]
-    count: int
+    numbers: int
     saved: int
 
 
@@ -136,6 +136,6 @@ def shared_among(models: Mapping[str, nn.Module]) -> SharedParameters:
     shared = {key: p for own in parameters.values() for key, p in own.items() if copies[key] > 1}
     return SharedParameters(
         holders=[name for name, own in parameters.items() if not shared.keys().isdisjoint(own)],
-        count=sum(parameter.numel() for parameter in shared.values()),
+        numbers=sum(parameter.numel() for parameter in shared.values()),
         saved=sum((copies[key] - 1) * parameter.nbytes for key, parameter in shared.items()),
     )

@@ -98,7 +98,7 @@ class AveragedTeacher(LoadedTeacher):
 
 def _averaged(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights that training changes: those of the adapters where there are any, else all."""
-    weights = dict(unwrap_peft(model).named_parameters())
+    weights: dict[str, torch.Tensor] = dict(unwrap_peft(model).named_parameters())
     return {name: p for name, p in weights.items() if "lora_" in name} or weights
 
 
