@@ -160,6 +160,23 @@ def trained_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
 
 
+def content_mask(rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+    """Return the column `content_mask`, bool [B, S]: False at padding, True at all tokens of documents.
+
+    Losses and figures that are over all tokens, such as those of a mixture's routers, leave padding out by it.
+    """
+    if isinstance(batch.get("attention_mask"), torch.Tensor):
+        return {"content_mask": batch["attention_mask"] != 0}
+    mask = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+    if collator.custom is not None and rows:
+        return {"content_mask": ~mask}
+    length = mask.shape[1]
+    for number, row in enumerate(rows):
+        begin = collator.begin(length, len(row["input_ids"]))
+        mask[number, begin : begin + len(row["input_ids"])] = True
+    return {"content_mask": mask}
+
+
 def padding_token(*owners: object) -> int:
     """Return the first padding or end-of-text token id of `owners`, else 0.
 

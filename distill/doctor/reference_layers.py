@@ -63,7 +63,7 @@ def _states(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> LayerStates:
     with StateRecorder(model, [count - 1], range(count)).record() as states:
         inputs = {name: batch[name] for name in INPUTS}
         hidden: Sequence[torch.Tensor] = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
-    return LayerStates({**dict(enumerate(hidden[1:-1])), **states.outputs}, states.attention)
+    return LayerStates({**dict(enumerate(hidden[1:-1])), **states.outputs}, states.attention, {})
 
 
 def _distance(

@@ -142,7 +142,7 @@ class _GraphedDecoder:
         key = (
             tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            recorder and (recorder.outputs, recorder.attention),
+            recorder and (recorder.outputs, recorder.attention, recorder.routers),
         )
         # the first call of a shape is launched: one that comes once only, such as an epoch's last batch, is not
         # captured

@@ -243,7 +243,8 @@ def last_hidden(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
     `use_cache=False` matters: with a cache, packed documents would attend to each other.
     """
-    body = {key: value for key, value in batch.items() if key not in ("labels", "valid_rows") and value is not None}
+    others = ("labels", "valid_rows", "content_mask")
+    body = {key: value for key, value in batch.items() if key not in others and value is not None}
     # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
     decoder = decoder_of(model)
     selection = output_rows(decoder, batch.get("valid_rows"), batch["input_ids"].numel())

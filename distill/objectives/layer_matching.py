@@ -27,6 +27,8 @@ from distill.core.tensor_files import write_tensors
 from distill.models.head import attention_sizes, unwrap_peft
 from distill.models.layer_states import LayerStates, StateRecorder
 from distill.models.layers import layer_count
+from distill.models.routers import find_routers, routing_of_model
+from distill.objectives.router_losses import RouterSums, StudentRouters, router_coefficients
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
 from distill.recipe.loss import Loss
 
@@ -115,14 +117,16 @@ class StepStates:
         student: States of the student, once its decoder has run.
         documents: int64 [B, S], a number for each document of a row; None for one document a row.
         sums: By name of the term: its sum over the trained tokens, without weight, and their number, fp32 [2].
+        router_sums: What the figures of the student's routers are made of; None for a dense student.
     """
 
     def __init__(self, matching: LayerMatching, teacher: LayerStates) -> None:
         self.matching = matching
         self.teacher = teacher
-        self.student = LayerStates({}, {})
+        self.student = LayerStates({}, {}, {})
         self.documents: torch.Tensor | None = None
         self.sums: dict[str, torch.Tensor] = {}
+        self.router_sums: RouterSums | None = None
 
     @contextlib.contextmanager
     def record_student(
@@ -136,6 +140,54 @@ class StepStates:
         """Add a term's losses of the trained tokens to the metrics."""
         count = torch.full((), len(values), dtype=torch.float32, device=values.device)
         self.sums[name] = torch.stack([values.detach().sum().float(), count])
+
+    def router_loss(
+        self,
+        mask: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        trained: torch.Tensor | int,
+        divisor: torch.Tensor | int | None,
+        *,
+        statistics: bool,
+    ) -> torch.Tensor | float:
+        """Return what the routers' losses add to the loss of the micro-batch; 0 without such losses.
+
+        Args:
+            mask: bool [B, S], False at padding; None without padding.
+            rows: int64 [M], the trained flat rows, where they are known.
+            trained: Number of the micro-batch's trained tokens.
+            divisor: Trained tokens of the whole step, by which summed losses are divided; None for this batch's.
+            statistics: Whether the sums of the figures are computed too.
+
+        Raises:
+            ValueError: Losses are asked for and a router has no logit for each token and expert.
+        """
+        routers = self.matching.routers
+        if routers is None:
+            return 0.0
+        outputs = self.student.routers
+        if not outputs:
+            if self.matching.trains_routers:
+                raise ValueError(
+                    "loss.router: expected routers with a logit for each token and expert, got other outputs; set "
+                    "loss.router to none"
+                )
+            return 0.0
+        flat = None if mask is None else mask.flatten()
+        device = next(iter(outputs.values()))[0].logits.device
+        total: torch.Tensor | float = 0.0
+        losses = torch.zeros(3, device=device)
+        if routers.are_trained:
+            balance, z = routers.losses(outputs, flat)
+            weights = routers.coefficients
+            total = weights.balance * balance + weights.z * z
+            if divisor is not None:
+                total = total * (trained / divisor)
+            count = torch.as_tensor(trained, device=device)
+            losses = torch.stack([balance.detach() * count, z.detach() * count, count]).float()
+        if statistics:
+            self.router_sums = routers.sums(outputs, self.teacher.routers, flat, rows, losses)
+        return total
 
     def unused(self) -> torch.Tensor | float:
         """Return a 0 whose gradient reaches the projections that no term of the step has used.
@@ -153,20 +205,35 @@ class LayerMatching:
     """The layers that a loss compares, and its projections, which are a part of the student until `detach`.
 
     Args:
+        terms: Terms that compare layers; empty where the student's routers alone are recorded.
+        teacher: Model whose layers are recorded; None for none.
         student: Causal language model, bare or inside PEFT.
+        routers: What is computed from the student's routers; None for a dense student.
     """
 
-    def __init__(self, terms: Sequence[MatchedTerm], teacher: nn.Module, student: nn.Module) -> None:
+    def __init__(
+        self,
+        terms: Sequence[MatchedTerm],
+        teacher: nn.Module | None,
+        student: nn.Module,
+        routers: StudentRouters | None = None,
+    ) -> None:
         self.terms = terms
         self.teacher = teacher
+        self.routers = routers
         self.inner = unwrap_peft(student)
         self.of_student = self._recorder(student, 0)
-        self.of_teacher = self._recorder(teacher, 1)
+        self.of_teacher = None if teacher is None else self._recorder(teacher, 1)
         self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
         if len(self.projections):
             # As a part of the student the projections get gradients, an optimizer state and a place under DDP and FSDP
             # as its own weights do.
             self.inner.add_module(MODULE, self.projections)
+
+    @property
+    def trains_routers(self) -> bool:
+        """Return whether the training loss has a loss of the student's routers."""
+        return self.routers is not None and self.routers.are_trained
 
     def detach(self) -> None:
         if len(self.projections):
@@ -178,15 +245,23 @@ class LayerMatching:
 
     def _recorder(self, model: nn.Module, side: int) -> StateRecorder:
         """Return the recorder of the compared states of the student (`side` 0) or the teacher (1)."""
-        return StateRecorder(model, self._layers(HiddenStateTerm, side), self._layers(AttentionRelationTerm, side))
+        outputs = self._layers(HiddenStateTerm, side)
+        attention = self._layers(AttentionRelationTerm, side)
+        routers: list[int] = []
+        if self.routers is not None:
+            routers = [pair[1] for pair in self.routers.compared] if side else self.routers.layers
+        return StateRecorder(model, outputs, attention, routers, self.trains_routers and not side)
 
     def _layers(self, kind: type[HiddenStateTerm] | type[AttentionRelationTerm], side: int) -> list[int]:
         of_kind = [matched for matched in self.terms if isinstance(matched.term, kind)]
         return sorted({pair[side] for matched in of_kind for pair in matched.pairs})
 
     @contextlib.contextmanager
-    def record_teacher(self) -> Iterator[StepStates]:
-        """Record the teacher's states inside the block, in which it computes its targets."""
+    def record_teacher(self, *, runs: bool = True) -> Iterator[StepStates]:
+        """Record the teacher's states inside the block, in which it computes its targets if it `runs`."""
+        if self.of_teacher is None or not runs:
+            yield StepStates(self, LayerStates({}, {}, {}))
+            return
         with self.of_teacher.record() as states:
             yield StepStates(self, states)
 
@@ -223,18 +298,29 @@ class LayerMatching:
         return (each.projection for each in self.terms if each.projection is not None)
 
 
-def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, section: Loss) -> LayerMatching:
-    """Return the matching of a loss that compares layers.
+def layer_matching(
+    teachers: Mapping[str, nn.Module],
+    student: nn.Module,
+    section: Loss | None,
+    same_rows: nn.Module | None = None,
+) -> LayerMatching | None:
+    """Return the layers that a step records; None where the loss compares none and the student is dense.
 
     Args:
         teachers: Models of the teacher in this process, by field.
         student: Causal language model, bare or inside PEFT, on its device.
-        section: Loss of the objective, with terms that compare layers.
+        section: Loss of the objective; None for one that is no section of a recipe.
+        same_rows: Model of the teacher that reads the student's batches as they are; None where there is none.
 
     Raises:
-        ValueError: The teacher has no such model, a layer does not exist, widths differ without a projection, or heads
-            cannot be divided.
+        ValueError: The loss compares layers and the teacher has no such model, a layer does not exist, widths differ
+            without a projection, or heads cannot be divided; or the student has no routers for their losses.
     """
+    routers = student_routers(student, section, same_rows)
+    if section is None or not section.reads_layers:
+        if routers is None:
+            return None
+        return LayerMatching([], same_rows if routers.compared else None, student, routers)
     if len(teachers) != 1:
         raise ValueError(
             "loss.terms: hidden_state and attention_relation require one teacher whose model runs in this process; got "
@@ -250,7 +336,36 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
             own_width, teacher_width = matched.widths
             matched = matched._replace(projection=LayerProjection(teacher_width, own_width, like))
         terms.append(matched)
-    return LayerMatching(terms, model, student)
+    return LayerMatching(terms, model, student, routers)
+
+
+def student_routers(student: nn.Module, section: Loss | None, same_rows: nn.Module | None) -> StudentRouters | None:
+    """Return what is computed from a student's routers; None for a student without. Arguments as above.
+
+    The choices of both models are compared where they have the same number of layers, with routers of as many experts
+    in the same ones.
+
+    Raises:
+        ValueError: The loss has losses of the routers, and the student has no routers.
+    """
+    coefficients = router_coefficients("config" if section is None else section.router, student)
+    routers = find_routers(student)
+    routing = routing_of_model(student)
+    if routing is None or not routers:
+        if coefficients.balance > 0 or coefficients.z > 0:
+            raise ValueError(
+                "loss.router: expected a student that is a mixture of experts, whose class declares router logits; got "
+                f"{type(unwrap_peft(student)).__name__}; set loss.router to none"
+            )
+        return None
+    compared: list[tuple[int, int]] = []
+    if same_rows is not None and routing_of_model(same_rows) is not None:
+        other = find_routers(same_rows)
+        alike = {number: len(own) for number, own in routers.items()} == {n: len(own) for n, own in other.items()}
+        configs = [unwrap_peft(model).config for model in (student, same_rows)]
+        if alike and layer_count(configs[0]) == layer_count(configs[1]) and routing_of_model(same_rows) == routing:
+            compared = [(number, number) for number in routers]
+    return StudentRouters(list(routers), routing.experts, routing.per_token, coefficients, compared)
 
 
 def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[MatchedTerm]:

@@ -5,6 +5,7 @@ With N tokens in a micro-batch, t the bytes of the teacher's states, c those of 
     teacher's states    N t (width of each layer that is compared, and of its queries, keys and values)
     projected states    N c P (teacher's width + student's width), kept for the backward
     projection          teacher's width x student's width: weight, gradient and two states
+    routers             8 N experts for each router whose losses are trained on: logits and probabilities in fp32
 
 The student's states are among its activations, but for queries, keys and values of layers that are computed again.
 """
@@ -15,7 +16,8 @@ from typing import NamedTuple
 
 from distill.models.layers import layer_count, layer_indices
 from distill.models.meta_models import meta_config
-from distill.objectives.layer_matching import MatchedTerm, matched_terms
+from distill.objectives.layer_matching import MatchedTerm, matched_terms, student_routers
+from distill.objectives.router_losses import StudentRouters
 from distill.planning.device_plan import DevicePlan
 
 
@@ -47,10 +49,30 @@ def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
     return matched_terms(loss, plan.student.config, teacher)
 
 
+def planned_routers(plan: DevicePlan) -> StudentRouters | None:
+    """Return what is computed from the student's routers; None for a dense student.
+
+    Raises:
+        ValueError: Losses of the routers of a student without routers.
+    """
+    return student_routers(plan.student.model, plan.recipe.loss, None)
+
+
+def router_note(plan: DevicePlan) -> str | None:
+    """Return the line about the routers' losses in the training loss; None without any."""
+    routers = None if layer_problems(plan) else planned_routers(plan)
+    if routers is None or not routers.are_trained:
+        return None
+    weights = routers.coefficients
+    source = ", as the student's configuration has them" if plan.recipe.loss.router == "config" else ""
+    return f"loss.router: the loss has {weights.balance:g} x load balancing and {weights.z:g} x z-loss{source}"
+
+
 def layer_problems(plan: DevicePlan) -> list[str]:
-    """Return why both models cannot be compared in this way; empty where they can."""
+    """Return why layers cannot be compared, or the student has no routers for their losses; empty otherwise."""
     try:
         planned_terms(plan)
+        planned_routers(plan)
     except ValueError as error:
         return [str(error)]
     return []
@@ -62,14 +84,20 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
     Args:
         share: Devices over which a projection is divided.
     """
-    terms = [] if layer_problems(plan) else planned_terms(plan)
-    if not terms:
+    if layer_problems(plan):
         return LayerMemory()
     recipe = plan.recipe
+    tokens = recipe.train.batch_size * recipe.data.max_length
+    routers = planned_routers(plan)
+    of_routers = 0.0
+    if routers is not None and routers.are_trained:
+        of_routers = 8.0 * tokens * routers.experts * len(routers.layers)
+    terms = planned_terms(plan)
+    if not terms:
+        return LayerMemory(0.0, of_routers)
     precision = plan.precision
     student = plan.student.shape
     (teacher,) = plan.source.shapes()
-    tokens = recipe.train.batch_size * recipe.data.max_length
     compute = precision.compute.itemsize
     outputs = {other for each in terms if not each.heads for _, other in each.pairs}
     attention = {other for each in terms if each.heads for _, other in each.pairs}
@@ -85,4 +113,4 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
             states += tokens * compute * len(each.pairs) * sum(each.widths)
             weight = 4 if student.rank else precision.student.itemsize
             projections += 4 * weight * each.widths[0] * each.widths[1] / share
-    return LayerMemory(projections, states)
+    return LayerMemory(projections, states + of_routers)

@@ -40,7 +40,7 @@ from distill.objectives.losses import is_soft
 from distill.planning.cache_memory import describe_cache_memory
 from distill.planning.device_plan import DevicePlan, device_plan
 from distill.planning.devices import Device
-from distill.planning.layer_memory import layer_problems
+from distill.planning.layer_memory import layer_problems, router_note
 from distill.planning.memory import Memory, step_memory
 from distill.planning.placement import place, teacher_server_memory
 from distill.planning.run_plan import plan_run
@@ -149,6 +149,8 @@ def check_run(
         )
     report.problems += [*_length_problems(plan), *layer_problems(plan)]
     report.notes += unusual_settings(recipe)
+    of_routers = router_note(plan)
+    report.notes += [] if of_routers is None else [of_routers]
     if recipe.student.quantise is not None:
         note = formats_of(student.model, recipe.student.quantise).note()
         report.notes += [f"student.quantise: {note}"] if note else []

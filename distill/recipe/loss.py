@@ -174,6 +174,21 @@ class PluginFile(Section):
     modules: dict[str, Annotated[str, Field(pattern=SHA256)]] = Field(default_factory=dict)
 
 
+class RouterCoefficients(Section):
+    """Coefficients of the losses of a student's routers, where it is a mixture of experts.
+
+    Attributes:
+        balance: coefficient of the load-balancing loss, which transformers calls `router_aux_loss_coef`: E times the
+            sum over the E experts of the share of tokens that choose an expert and its mean probability (Fedus et al.,
+            2021). A balanced router has the number of experts per token as its value.
+        z: coefficient of the router z-loss: the mean of the squared log-partition function of the router's logits (Zoph
+            et al., 2022).
+    """
+
+    balance: Annotated[NotNegative, Usual(1e-5, 1e-1)] = 0.0
+    z: Annotated[NotNegative, Usual(1e-6, 1e-1)] = 0.0
+
+
 class Schedule(Section):
     """A setting of the loss as a piecewise linear function of the optimizer step.
 
@@ -287,6 +302,9 @@ class Loss(Section):
         scale_by_temperature_squared: multiply divergences by the squared temperature (Hinton et al., 2015).
         label_smoothing: label smoothing of the cross-entropy term: probability mass that is spread over all tokens.
         z_loss: weight of the z-loss, the squared log-partition function, which is added to the cross-entropy term.
+        router: losses of the student's own routers, where it is a mixture of experts: `config` adds what the forward of
+            the model's class adds to its loss (`router_aux_loss_coef` and `router_z_loss_coef`, where its configuration
+            has `output_router_logits: true`), `none` nothing; `balance` and `z` give the coefficients.
         terms: divergences and cross-entropy with their weights.
         token_weights: factor of each token's loss, by its position in the answer or by a function of a Python file;
             `FILE.py:function` is short for `{function: FILE.py:function}`. null for equal weights.
@@ -299,6 +317,7 @@ class Loss(Section):
     scale_by_temperature_squared: bool = True
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: Annotated[NotNegative, Usual(1e-6, 1e-2)] = 0.0
+    router: Literal["config", "none"] | RouterCoefficients = "config"
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
     token_weights: Annotated[
         TokenWeights | None,

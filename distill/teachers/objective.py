@@ -25,7 +25,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
-from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
+from distill.core.labels import IGNORE_INDEX, count_trained_tokens, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, call_head, decoder_of, find_head, probe_logits, unwrap_peft
 from distill.models.output_rows import output_rows
 from distill.models.patch.corrections import correct_forward
@@ -42,6 +42,7 @@ from distill.objectives.losses import (
     soft_terms,
 )
 from distill.objectives.measure import DivergenceUnit
+from distill.objectives.router_losses import StudentRouters
 from distill.objectives.targets import (
     Batch,
     HeadForward,
@@ -179,13 +180,13 @@ class DistillationObjective:
         )
         loss = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.alignment)
-        self.layers: LayerMatching | None = None
-        if isinstance(loss, Loss) and loss.reads_layers:
-            self.layers = layer_matching(self.teacher.models, student, loss)
+        section = loss if isinstance(loss, Loss) else None
+        same_rows = self.teacher.model if isinstance(self.teacher, LoadedTeacher) else None
+        self.layers: LayerMatching | None = layer_matching(self.teacher.models, student, section, same_rows)
         self.weighting: TokenWeighting | None = None
-        section = loss.token_weights if isinstance(loss, Loss) else None
-        if section is not None or token_weights is not None:
-            self.weighting = TokenWeighting(section, token_weights)
+        weights = None if section is None else section.token_weights
+        if weights is not None or token_weights is not None:
+            self.weighting = TokenWeighting(weights, token_weights)
         self._student: nn.Module | None = None
         self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None
@@ -266,7 +267,8 @@ class DistillationObjective:
             inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where masked
                 from the loss; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
                 label of a document's first token is ignored. `sampled_log_p` and `advantages` [B, S], of tokens that
-                the student sampled; `rewards` are not used.
+                the student sampled; `rewards` are not used. `content_mask` bool [B, S], False at padding, for losses
+                and figures of a student's routers; without it `attention_mask` counts.
             num_items: Divisor of the summed loss, int or integer tensor []; None for the valid tokens of this batch.
             statistics: True to return sums of the token statistics too.
             weighted: False for the loss without token weights, as in evaluations.
@@ -281,10 +283,13 @@ class DistillationObjective:
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         advantages = inputs.pop("advantages", None)
         inputs.pop("rewards", None)
+        inputs.pop("content_mask", None)  # read from the batch, where the student's routers need it
         advantages = advantages if advantages is None else nn.functional.pad(advantages, (0, 1))[:, 1:]
         own = self.teacher.student_batch(inputs, self.needs_targets)
-        recorded = self.layers is not None and reads_layers(self.loss)
-        with self.layers.record_teacher() if recorded else nullcontext() as layers:  # type: ignore[union-attr]
+        recorded = None
+        if self.layers is not None and (reads_layers(self.loss) or self.layers.routers is not None):
+            recorded = self.layers
+        with recorded.record_teacher(runs=self.needs_targets) if recorded is not None else nullcontext() as layers:
             targets = self.targets(inputs)
         weighted = weighted and self.weighting is not None
         if weighted and self.weighting.normalises and num_items is not None and weight_sum is None:  # type: ignore[union-attr]
@@ -396,6 +401,11 @@ class DistillationObjective:
         return self.teacher.format.properties.routes
 
     @property
+    def routers(self) -> StudentRouters | None:
+        """What is computed from the student's routers; None for a dense student."""
+        return None if self.layers is None else self.layers.routers
+
+    @property
     def columns(self) -> int:
         """Columns of the vocabulary that the loss is over."""
         return self.alignment.columns
@@ -432,13 +442,25 @@ class DistillationObjective:
             inputs.pop(key, None)
         decoder = decoder_of(student)
         properties = self.teacher.format.properties
-        inputs |= output_rows(decoder, valid_rows if properties.reads_valid_rows else None, labels.numel())
         layers = step_inputs.layers
+        # losses of routers are over all tokens, those of the last layer too
+        trains_routers = layers is not None and layers.matching.trains_routers
+        rows = valid_rows if properties.reads_valid_rows and not trains_routers else None
+        inputs |= output_rows(decoder, rows, labels.numel())
         positions = inputs.get("position_ids")
         mask = inputs.get("attention_mask")
         with layers.record_student(positions, mask) if layers else nullcontext():
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
+        of_routers: torch.Tensor | float = 0.0
+        if layers is not None:
+            of_routers = layers.router_loss(
+                step_inputs.batch.get("content_mask", mask),
+                valid_rows,
+                count_trained_tokens(step_inputs.batch),
+                step_inputs.num_items,
+                statistics=step_inputs.statistics,
+            )
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
             step = step_inputs
@@ -454,10 +476,11 @@ class DistillationObjective:
                 result = self.loss_of(hidden, head, step, shifted, rows)
             if self._watcher is not None:
                 self._watcher.loss_computed(step_inputs.batch, result)
-            idle = 0.0 if layers is None else layers.unused()
+            # the routers' losses, and a 0 for the gradients of projections that no term has used
+            beside = 0.0 if layers is None else layers.unused() + of_routers
             figures = {} if weighted is None else {"token_weights": weighted.sums}
             if isinstance(result, torch.Tensor):
-                return {"loss": result + idle, **figures}
+                return {"loss": result + beside, **figures}
             loss, stats = result
             every = torch.stack(tuple(stats))
             if weighted is not None:
@@ -466,7 +489,7 @@ class DistillationObjective:
                 if every.shape[1] != len(counts):
                     counts = counts[rows]
                 every = torch.where(counts, every, 0.0)
-            output = {"loss": loss + idle, "statistics": every.sum(dim=1), **figures}
+            output = {"loss": loss + beside, "statistics": every.sum(dim=1), **figures}
             drawn = step_inputs.sampled_log_p
             if drawn is not None:
                 log_p = stats[STATISTICS.index("student_label_logprob")].detach()

@@ -229,6 +229,10 @@ def figures_line(logs: dict[str, Any], measure: DivergenceUnit = KL) -> str:
         parts.append(f"agreement {logs['agreement']:.1%}")
     if "overlap" in logs:
         parts.append(f"top-8 overlap {logs['overlap']:.1%}")
+    if "router_load" in logs:
+        parts.append(f"router load {logs['router_load']:.2f}")
+    if "router_agreement" in logs:
+        parts.append(f"experts in common {logs['router_agreement']:.1%}")
     if "reward" in logs:
         parts.append(f"reward {logs['reward']:.4g}")
     if "tokens_per_second" in logs:

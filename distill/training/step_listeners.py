@@ -31,6 +31,7 @@ from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
 from distill.training.rollout_monitor import RolloutMonitor
+from distill.training.router_metrics import RouterMetrics
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.token_weights import TokenWeightMetrics
 from distill.training.transformers_compat import TransformersCompat
@@ -80,6 +81,8 @@ def training_listeners(
         found.append(EmbeddingNoise(objective.student, alpha))
     if objective.layers is not None:
         found.append(LayerTerms(objective.layers, trainer))
+    if objective.routers is not None:
+        found.append(RouterMetrics(trainer.sum_over_ranks))
     return found
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import BatchColumns, Collator, padding_token
+from distill.data.collator import BatchColumns, Collator, content_mask, padding_token
 from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
@@ -36,6 +36,7 @@ from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import Listeners, StepListener
 from distill.training.metrics import count_sums, metrics_from_sums
 from distill.training.phases import PAUSED
+from distill.training.router_metrics import RouterMeter
 from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
 
@@ -117,9 +118,12 @@ class DistillationTrainer(TransformersCompat):
         self._weight_sum: torch.Tensor | None = None  # of the present step's tokens, where it is a divisor
         # the objective, made of both models, has the teacher in its final form, and with it the columns that it reads
         noisy = args.neftune_noise_alpha is not None
+        columns = (*self.objective.teacher.columns, *batch_columns)
+        if self.objective.routers is not None:
+            columns = (*columns, content_mask)
         self.data_collator = replace(
             collator,
-            columns=(*self.objective.teacher.columns, *batch_columns),
+            columns=columns,
             # the noise on a document depends on its length, also where rows of several lengths are padded
             omit_plain_positions=collator.omit_plain_positions and not noisy,
         )
@@ -252,12 +256,15 @@ class DistillationTrainer(TransformersCompat):
         training = model.training
         model.eval()
         sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
+        of_routers = RouterMeter(self.sum_over_ranks)
         with self.compute_loss_context_manager():
             for batch in self.objective.prefetch(batches):
                 # num_items 1 leaves sums, which add up over batches and ranks of any size; they are divided once, at
                 # the end
                 inputs = self._prepare_inputs(batch)
-                output = model(**objective.student_inputs(inputs, num_items=1, weighted=False))
+                student_inputs = objective.student_inputs(inputs, num_items=1, weighted=False)
+                output = model(**student_inputs)
+                of_routers.add(student_inputs["step_inputs"].value)
                 more = torch.stack([output["loss"].double(), count_trained_tokens(inputs).double()])
                 sums += torch.cat([output["statistics"].double(), more])
         model.train(training)
@@ -267,6 +274,7 @@ class DistillationTrainer(TransformersCompat):
         return {
             "loss": loss / trained,
             **metrics_from_sums(statistics, trained, objective.divergence, objective.routes),
+            **of_routers.pop_metrics(),
         }
 
     # ----------------------------------------------------------- checkpoints
