@@ -11,6 +11,8 @@ from tiny import save_models
 from two_ranks import run_as_two
 
 from distill.cli import run_command
+from distill.models.meta_models import meta_student
+from distill.recipe import Student
 from distill.reports.report import write_report
 from distill.training.progress import read_metrics
 
@@ -87,12 +89,19 @@ def test_layers_computed_again_and_adapters_have_the_losses_too(workplace, finis
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("parallel", [[], ["parallel.strategy=fsdp"]], ids=["ddp", "fsdp"])
-def test_two_processes_and_two_micro_batches_train_alike(workplace, parallel):
+FROZEN = ["student.freeze=[router]"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more"),
+    [([], []), (["parallel.strategy=fsdp"], []), (["parallel.strategy=fsdp"], FROZEN)],
+    ids=["ddp", "fsdp", "fsdp-frozen"],
+)
+def test_two_processes_and_two_micro_batches_train_alike(workplace, parallel, more):
     """Both divide a step into the same micro-batches of one row: each counts by its trained tokens."""
-    one = ["run", "r.yaml", "--name", "one", "train.batch_size=1", "train.tokens_per_step=64"]
+    one = ["run", "r.yaml", "--name", "one", "train.batch_size=1", "train.tokens_per_step=64", *more]
     assert run_command(one) == 0
-    command = ["-m", "distill", "run", "r.yaml", "--name", "two", "train.batch_size=1", *parallel]
+    command = ["-m", "distill", "run", "r.yaml", "--name", "two", "train.batch_size=1", *parallel, *more]
     run_as_two(*command, cwd=workplace)
     ours, theirs = (load_file(workplace / f"runs/{name}/student/model.safetensors") for name in ("two", "one"))
     for name, expected in theirs.items():
@@ -101,6 +110,20 @@ def test_two_processes_and_two_micro_batches_train_alike(workplace, parallel):
     for name in ("loss", "router_balance", "router_load", "router_entropy", "router_agreement", "eval_router_load"):
         if name in one:
             assert two[name] == pytest.approx(one[name], rel=1e-5), name
+
+
+def test_frozen_routers_stay_as_they_are(workplace, capsys):
+    assert run_command(["check", "r.yaml"]) == 0
+    assert "loss.router: the loss has 0.5 x load balancing" in capsys.readouterr().out
+    trained = [meta_student(Student(model="student", freeze=parts), None).shape.trained for parts in ([], ["router"])]
+    assert trained[0] - trained[1] == 2 * 4 * 32
+    assert run_command(["run", "r.yaml", "--name", "frozen", *FROZEN]) == 0
+    before, after = (load_file(workplace / place / "model.safetensors") for place in ("student", "runs/frozen/student"))
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    assert sorted(name for name in before if torch.equal(before[name], after[name])) == sorted(routers)
+    assert run_command(["check", "r.yaml", "student.model=dense", *FROZEN]) == 2
+    assert "student.freeze: router: expected a mixture of experts" in capsys.readouterr().err
 
 
 def test_losses_of_routers_of_a_dense_student_are_refused(workplace, capsys):

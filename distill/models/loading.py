@@ -58,6 +58,7 @@ from distill.models.quantised_checkpoints import (
     naming_the_quantisation,
     quantised_by_transformers,
 )
+from distill.models.routers import freeze_parts
 from distill.recipe import FromTeacher, LoadedTeacherConfig, Lora, ModelSection, Student
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
@@ -194,9 +195,10 @@ def load_student(
         correct_forward(student)
     student.config.use_cache = False
     student.train().requires_grad_(True)
-    if section.lora is None:
-        return student
-    return add_lora(student, section.lora)
+    if section.lora is not None:
+        student = add_lora(student, section.lora)
+    freeze_parts(student, section.freeze)
+    return student
 
 
 def _cut(

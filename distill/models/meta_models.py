@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from distill.models.names import HIDDEN, LAYERS
 from distill.models.prune.pruning import student_config
 from distill.models.prune.widths import target_widths
 from distill.models.quantised_checkpoints import quantisation_of
+from distill.models.routers import freeze_parts
 from distill.models.shape import ModelSizes, model_sizes
 from distill.recipe import Lora, ModelSection, Student
 
@@ -34,7 +35,9 @@ class MetaModel:
         model: model on the device `meta`, with its adapters; not to be changed.
     """
 
-    def __init__(self, config: Any, field: str, lora: Lora | None = None, *, trains: bool) -> None:
+    def __init__(
+        self, config: Any, field: str, lora: Lora | None = None, *, trains: bool, freeze: Sequence[str] = ()
+    ) -> None:
         self.config = config
         with loading("this configuration", ModelFiles(""), field), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -42,6 +45,7 @@ class MetaModel:
         if not trains:
             model.requires_grad_(False)
         self.model = model if lora is None else add_lora(model, lora)
+        freeze_parts(self.model, freeze)
 
     @functools.cached_property
     def shape(self) -> ModelSizes:
@@ -57,17 +61,19 @@ _logged: set[str] = set()  # warnings, each logged once
 _built: dict[tuple[str, ...], MetaModel] = {}
 
 
-def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: bool = False) -> MetaModel:
-    """Return the model of a configuration, built once for each configuration and adapter.
+def meta_model(
+    config: Any, field: str, lora: Lora | None = None, *, trains: bool = False, freeze: Sequence[str] = ()
+) -> MetaModel:
+    """Return the model of a configuration, built once for each configuration, adapter and parts that are frozen.
 
     Raises:
-        ValueError: the configuration is not one of a causal language model.
+        ValueError: the configuration is not one of a causal language model, or has no such parts.
     """
-    key = (type(config).__name__, config.to_json_string(use_diff=False), repr(lora), str(trains))
+    key = (type(config).__name__, config.to_json_string(use_diff=False), repr(lora), str(trains), *freeze)
     if key not in _built:
         if len(_built) >= 32:
             _built.clear()
-        _built[key] = MetaModel(config, field, lora, trains=trains)
+        _built[key] = MetaModel(config, field, lora, trains=trains, freeze=freeze)
     return _built[key]
 
 
@@ -164,7 +170,8 @@ def pruned_config(section: Student, teacher_config: Any) -> PreTrainedConfig:
 
 
 def meta_student(section: Student, teacher_config: PreTrainedConfig | None) -> MetaModel:
-    return meta_model(pruned_config(section, teacher_config), "student", section.lora, trains=True)
+    config = pruned_config(section, teacher_config)
+    return meta_model(config, "student", section.lora, trains=True, freeze=section.freeze)
 
 
 def check_lora_targets(student: Student, teacher: ModelSection) -> None:

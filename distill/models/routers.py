@@ -6,7 +6,7 @@ own `output_router_logits`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,26 @@ def find_routers(model: nn.Module) -> dict[int, list[Router]]:
         for number, layer in enumerate(layers)
     }
     return {number: routers for number, routers in found.items() if routers}
+
+
+def freeze_parts(model: nn.Module, parts: Collection[str]) -> None:
+    """Freeze the parts of a student, bare or inside PEFT, that a recipe's `student.freeze` names.
+
+    Raises:
+        ValueError: `router`, and the model has no routers.
+    """
+    if "router" not in parts:
+        return
+    routers = [router.module for layer in find_routers(model).values() for router in layer]
+    if not routers:
+        raise ValueError(
+            "student.freeze: router: expected a mixture of experts, whose class declares router logits; got "
+            f"{type(unwrap_peft(model)).__name__}"
+        )
+    for module in routers:
+        inside = set(module.modules()) - {module}
+        if inside.isdisjoint(routers):  # JetMoe's attention returns its router's logits, and is more than a router
+            module.requires_grad_(False)
 
 
 def read_router(output: Any, index: int, routing: Routing) -> RouterOutput | None:

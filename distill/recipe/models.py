@@ -78,6 +78,8 @@ class Student(ModelSection):
     Attributes:
         from_teacher: prune the teacher, or `model` where it is given, to a student with fewer or narrower layers.
         lora: train LoRA adapters; null trains all weights.
+        freeze: parts of the student that are not trained: `router`, the routers of a mixture of experts; empty for
+            none.
         vocabulary: `keep` leaves the vocabulary as it is; `extend` adds the tokens that only the teacher has; `cross`
             is for a student whose tokenizer is not the teacher's: both models are compared wherever their tokens end at
             the same byte.
@@ -91,6 +93,7 @@ class Student(ModelSection):
 
     from_teacher: FromTeacher | None = None
     lora: Lora | None = None
+    freeze: list[Literal["router"]] = Field(default_factory=list)
     vocabulary: Literal["keep", "extend", "cross"] = "keep"
     compute: Literal["auto", "fp8"] = "auto"
     quantise: Quantise | None = None

@@ -15,6 +15,7 @@ from distill.models.load.shared_weights import SharedCheckpoints
 from distill.models.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
 from distill.models.patch.packed import packing_problem
+from distill.models.routers import freeze_parts
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.plugin import PluginTermLoss
 from distill.teachers.calibration import cut_from
@@ -113,6 +114,7 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         from distill.models.adapters import add_lora  # imports peft, a second
 
         student = add_lora(student, section.lora, seed=recipe.train.seed)
+    freeze_parts(student, section.freeze)
     sharing = sharing_text(planned, frozen, {**teacher.models, "student": student})
     return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices, sharing)
 
