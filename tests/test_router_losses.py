@@ -188,3 +188,44 @@ def test_a_dense_student_has_no_routers_to_train():
     wanted = Loss.model_validate({"terms": LABELS.terms, "router": {"balance": 0.1}})
     with pytest.raises(ValueError, match=r"loss\.router: expected a student that is a mixture of experts, .* LlamaFor"):
         DistillationObjective(copy.deepcopy(model), model, wanted)
+
+
+@pytest.mark.parametrize("pairs", ["auto", [[1, 0]]], ids=str)
+def test_the_term_is_the_kl_of_the_routers_distributions(pairs):
+    """Against transformers' own router logits, and every gradient."""
+    student = tiny_model(**MIXTURE, seed=1).double()
+    teacher = tiny_model(**MIXTURE, seed=2).double()
+    for model in (student, teacher):
+        model.config._experts_implementation = "eager"
+    batch = batch_of(259)
+    keep = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1)).flatten()
+    ids = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        theirs = teacher(**ids, use_cache=False, output_router_logits=True).router_logits
+    own = student(**ids, use_cache=False, output_router_logits=True).router_logits
+    pairs_of_layers = [(0, 0), (1, 1)] if pairs == "auto" else pairs
+    divergences = [
+        torch.nn.functional.kl_div(
+            own[a][keep].log_softmax(-1), theirs[b][keep].log_softmax(-1), reduction="batchmean", log_target=True
+        )
+        for a, b in pairs_of_layers
+    ]
+    kl = sum(divergences) / len(divergences)
+    expected = with_gradients(student, kl)
+    terms = [{"type": "cross_entropy"}, {"type": "router", "weight": 0.7, "layers": pairs}]
+    losses, gradients = [], []
+    for wanted in (terms, terms[:1]):
+        objective = DistillationObjective(copy.deepcopy(teacher), student, {"terms": wanted})
+        losses.append(student(**objective.student_inputs(batch))["loss"])
+        gradients.append(with_gradients(student, losses[-1]))
+        objective.detach()
+    assert (losses[0] - losses[1]).item() == pytest.approx(0.7 * kl.item(), rel=1e-6) and kl > 1e-3
+    for key, gradient in expected.items():
+        torch.testing.assert_close(gradients[0][key] - gradients[1][key], 0.7 * gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_the_term_expects_as_many_experts():
+    terms = {"terms": [*LABELS.terms, {"type": "router"}]}
+    for student, got in ((tiny_model(), "no"), (tiny_model(**{**MIXTURE, "num_experts": 8}), "8")):
+        with pytest.raises(ValueError, match=f"two mixtures of as many experts, got a student of {got} experts"):
+            DistillationObjective(tiny_model(**MIXTURE), student, terms)

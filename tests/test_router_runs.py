@@ -126,6 +126,22 @@ def test_frozen_routers_stay_as_they_are(workplace, capsys):
     assert "student.freeze: router: expected a mixture of experts" in capsys.readouterr().err
 
 
+TERM = ["loss.terms=[{type: forward_kl}, {type: router, weight: 0.5}]"]
+
+
+def test_the_term_between_routers(workplace, capsys):
+    assert run_command(["run", "r.yaml", "--name", "term", *TERM]) == 0
+    rows = read_metrics(workplace / "runs/term/metrics.jsonl")
+    for row in rows:
+        expected = row["kl"] + 0.5 * row["router_balance"] + 0.5 * row["router"]
+        assert row["loss"] == pytest.approx(expected, rel=1e-5)
+    assert rows[-1]["router"] < rows[0]["router"]
+    assert run_command(["check", "r.yaml", "student.model=dense", *TERM]) == 1
+    assert "router expects two mixtures of as many experts" in " ".join(capsys.readouterr().out.split())
+    assert run_command(["validate", "r.yaml", "teacher={type: cache, path: rows}", *TERM]) == 2
+    assert "a teacher whose layers are computed in the run's own processes" in capsys.readouterr().err
+
+
 def test_losses_of_routers_of_a_dense_student_are_refused(workplace, capsys):
     command = ["r.yaml", "student.model=dense", "loss.router.balance=0.1"]
     assert run_command(["check", *command]) == 1

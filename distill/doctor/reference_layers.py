@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference_loss import shift_left
-from distill.models.head import attention_sizes, unwrap_peft
+from distill.models.head import attention_sizes, decoder_of, unwrap_peft
 from distill.models.layer_states import LayerStates, StateRecorder
-from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
+from distill.models.routers import find_routers
+from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, RouterTerm, pairs_of
 from distill.recipe.loss import Loss
 
 INPUTS = ("input_ids", "position_ids")
@@ -39,7 +40,10 @@ def layer_loss(
     configs = [unwrap_peft(model).config.get_text_config() for model in (student, teacher)]  # type: ignore[union-attr,operator]
     total = torch.zeros((), dtype=dtype, device=keep.device)
     for term in loss.terms:
-        if not isinstance(term, HiddenStateTerm | AttentionRelationTerm) or term.weight == 0:
+        if not isinstance(term, HiddenStateTerm | AttentionRelationTerm | RouterTerm) or term.weight == 0:
+            continue
+        if isinstance(term, RouterTerm):
+            total = total + term.weight * _routing(term, student, teacher, batch, keep, dtype)
             continue
         pairs = pairs_of(term.layers, *(config.num_hidden_layers for config in configs))
         if isinstance(term, HiddenStateTerm):
@@ -64,6 +68,31 @@ def _states(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> LayerStates:
         inputs = {name: batch[name] for name in INPUTS}
         hidden: Sequence[torch.Tensor] = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
     return LayerStates({**dict(enumerate(hidden[1:-1])), **states.outputs}, states.attention, {})
+
+
+def _routing(
+    term: RouterTerm,
+    student: nn.Module,
+    teacher: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    keep: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the mean KL of routers, from transformers' own `output_router_logits`."""
+    inputs = {name: batch[name] for name in INPUTS}
+    routers: list[dict[int, torch.Tensor]] = []
+    for model in (student, teacher):
+        logits = decoder_of(model)(**inputs, use_cache=False, output_router_logits=True).router_logits
+        routers.append(dict(zip(find_routers(model), (each[keep.flatten()].to(dtype) for each in logits), strict=True)))
+    configs = [unwrap_peft(model).config.get_text_config() for model in (student, teacher)]  # type: ignore[union-attr,operator]
+    pairs = pairs_of(term.layers, *(config.num_hidden_layers for config in configs))
+    own, other = routers
+    values = [
+        F.kl_div(own[a].log_softmax(-1), other[b].detach().log_softmax(-1), reduction="sum", log_target=True)
+        for a, b in pairs
+        if a in own and b in other
+    ]
+    return torch.stack(values).mean() / max(int(keep.sum()), 1)
 
 
 def _distance(

@@ -12,7 +12,7 @@ from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned_head_weight, find_head, whole
-from distill.objectives.layer_losses import AttentionRelationLoss, HiddenStateLoss
+from distill.objectives.layer_losses import AttentionRelationLoss, HiddenStateLoss, RouterLoss
 from distill.objectives.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.objectives.policy_gradient import SampledTokenLoss
 from distill.objectives.student_top_k import student_top_k_loss
@@ -32,6 +32,7 @@ TERM_LOSSES: Makers = {  # of terms that are no divergences of whole distributio
     "attention_relation": AttentionRelationLoss,
     "hidden_state": HiddenStateLoss,
     "policy_gradient": SampledTokenLoss,
+    "router": RouterLoss,
     "top_k_reverse_kl": student_top_k_loss,
 }
 

@@ -1,4 +1,4 @@
-"""Losses of the terms `hidden_state` and `attention_relation`, which compare layers of student and teacher."""
+"""Losses of the terms `hidden_state`, `attention_relation` and `router`, which compare layers of both models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distill.models.output_rows import pick
 from distill.objectives.layer_matching import StepStates
 from distill.objectives.targets import HeadForward
 from distill.objectives.term_loss import TermLoss
-from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm
+from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, RouterTerm
 
 
 class LayerTermLoss(TermLoss):
     """A term's mean over pairs of layers, from the states that the step has recorded; arguments as of `TermLoss`."""
 
-    term: HiddenStateTerm | AttentionRelationTerm
+    term: HiddenStateTerm | AttentionRelationTerm | RouterTerm
     reads_layers = True
 
     def reduced(self, call: HeadForward, teacher: HeadWeights | None) -> torch.Tensor:
@@ -68,6 +68,38 @@ class AttentionRelationLoss(LayerTermLoss):
                 total = value if total is None else total + value
         assert total is not None
         return total.flatten()[rows]
+
+
+class RouterLoss(LayerTermLoss):
+    """The term `router`."""
+
+    term: RouterTerm
+
+    def sum_over_pairs(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+        matched = states.matching.find(self.term)
+        if not states.student.routers or not states.teacher.routers:
+            raise ValueError(
+                "loss.terms: router: expected routers with a logit for each token and expert in both models"
+            )
+        total = rows.new_zeros(len(rows), dtype=torch.float32)
+        tokens = states.tokens
+        for own, other in matched.pairs:
+            for student, teacher in zip(states.student.routers[own], states.teacher.routers[other], strict=True):
+                log_p = router_log_p(student.logits, rows, tokens)
+                # of a teacher in inference mode: softmax makes a tensor that a graph may hold
+                target = router_log_p(teacher.logits, rows, tokens)
+                total = total + (target.exp() * (target - log_p)).sum(-1)
+        return total
+
+
+def router_log_p(logits: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return log-probabilities [M, experts] of flat rows int64 [M], in fp32 or wider.
+
+    Args:
+        logits: Of all `tokens`, or of `rows` alone, which is what a last layer may compute.
+    """
+    picked = logits[rows] if len(logits) == tokens else logits
+    return picked.to(torch.promote_types(picked.dtype, torch.float32)).log_softmax(-1)
 
 
 def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:

@@ -28,13 +28,14 @@ from distill.models.head import attention_sizes, unwrap_peft
 from distill.models.layer_states import LayerStates, StateRecorder
 from distill.models.layers import layer_count
 from distill.models.routers import find_routers, routing_of_model
+from distill.models.routing import routing_of
 from distill.objectives.router_losses import RouterSums, StudentRouters, router_coefficients
-from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
+from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, RouterTerm, pairs_of
 from distill.recipe.loss import Loss
 
 FILE = "layer_projections.safetensors"  # in a checkpoint
 MODULE = "layer_projections"  # of the student, while it trains
-AnyTerm = HiddenStateTerm | AttentionRelationTerm
+AnyTerm = HiddenStateTerm | AttentionRelationTerm | RouterTerm
 
 
 class LayerProjection(nn.Module):
@@ -116,6 +117,7 @@ class StepStates:
         matching: Terms that are compared.
         student: States of the student, once its decoder has run.
         documents: int64 [B, S], a number for each document of a row; None for one document a row.
+        tokens: B S, known when losses are computed.
         sums: By name of the term: its sum over the trained tokens, without weight, and their number, fp32 [2].
         router_sums: What the figures of the student's routers are made of; None for a dense student.
     """
@@ -125,6 +127,7 @@ class StepStates:
         self.teacher = teacher
         self.student = LayerStates({}, {}, {})
         self.documents: torch.Tensor | None = None
+        self.tokens = 0
         self.sums: dict[str, torch.Tensor] = {}
         self.router_sums: RouterSums | None = None
 
@@ -250,9 +253,11 @@ class LayerMatching:
         routers: list[int] = []
         if self.routers is not None:
             routers = [pair[1] for pair in self.routers.compared] if side else self.routers.layers
-        return StateRecorder(model, outputs, attention, routers, self.trains_routers and not side)
+        matched = self._layers(RouterTerm, side)
+        gradients = not side and (self.trains_routers or bool(matched))
+        return StateRecorder(model, outputs, attention, sorted({*routers, *matched}), gradients)
 
-    def _layers(self, kind: type[HiddenStateTerm] | type[AttentionRelationTerm], side: int) -> list[int]:
+    def _layers(self, kind: type[AnyTerm], side: int) -> list[int]:
         of_kind = [matched for matched in self.terms if isinstance(matched.term, kind)]
         return sorted({pair[side] for matched in of_kind for pair in matched.pairs})
 
@@ -323,8 +328,8 @@ def layer_matching(
         return LayerMatching([], same_rows if routers.compared else None, student, routers)
     if len(teachers) != 1:
         raise ValueError(
-            "loss.terms: hidden_state and attention_relation require one teacher whose model runs in this process; got "
-            f"{len(teachers)} models"
+            "loss.terms: hidden_state, attention_relation and router require one teacher whose model runs in this "
+            f"process; got {len(teachers)} models"
         )
     (model,) = teachers.values()
     # as a trained weight: adapters may be float32 over a base model in 16 bits
@@ -335,8 +340,25 @@ def layer_matching(
         if matched.is_projected:
             own_width, teacher_width = matched.widths
             matched = matched._replace(projection=LayerProjection(teacher_width, own_width, like))
+        if isinstance(matched.term, RouterTerm):
+            matched = matched._replace(pairs=router_pairs(matched, student, model))
         terms.append(matched)
     return LayerMatching(terms, model, student, routers)
+
+
+def router_pairs(matched: MatchedTerm, student: nn.Module, teacher: nn.Module) -> list[tuple[int, int]]:
+    """Return the pairs of layers with routers that a term `router` compares; of `auto` those where both have one.
+
+    Raises:
+        ValueError: A given layer has no router, or no pair has.
+    """
+    own = find_routers(student)
+    other = find_routers(teacher)
+    pairs = [(a, b) for a, b in matched.pairs if len(own.get(a, ())) == len(other.get(b, ())) > 0]
+    without = [list(pair) for pair in matched.pairs if pair not in pairs]
+    if not pairs or (without and matched.term.layers != "auto"):
+        raise ValueError(f"loss.terms: router: layers: expected layers with a router in both models, got {without[0]}")
+    return pairs
 
 
 def student_routers(student: nn.Module, section: Loss | None, same_rows: nn.Module | None) -> StudentRouters | None:
@@ -376,7 +398,7 @@ def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConf
     """
     found: list[MatchedTerm] = []
     for term in loss.terms:
-        if isinstance(term, HiddenStateTerm | AttentionRelationTerm) and term.weight > 0:
+        if isinstance(term, AnyTerm) and term.weight > 0:
             same = sum(each.term.type == term.type for each in found)
             found.append(_matched(term, f"{term.type}-{same + 1}" if same else term.type, student, teacher))
     return found
@@ -387,6 +409,15 @@ def _matched(term: AnyTerm, name: str, student: PreTrainedConfig, teacher: PreTr
     width = student.get_text_config().hidden_size
     wanted = teacher.get_text_config().hidden_size
     plain = term.model_copy(update={"weight": 1.0})
+    if isinstance(term, RouterTerm):
+        experts = [routing_of(config.get_text_config()) for config in (student, teacher)]
+        counts = [0 if each is None else each.experts for each in experts]
+        if counts[0] != counts[1] or not counts[0]:
+            raise ValueError(
+                "loss.terms: router expects two mixtures of as many experts, got a student of "
+                f"{counts[0] or 'no'} experts and a teacher of {counts[1] or 'none'}"
+            )
+        return MatchedTerm(plain, name, pairs, (counts[0], counts[1]))
     if isinstance(term, AttentionRelationTerm):
         pairs = pairs[-1:] if term.layers == "auto" else pairs
         return MatchedTerm(

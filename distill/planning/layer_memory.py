@@ -5,6 +5,7 @@ With N tokens in a micro-batch, t the bytes of the teacher's states, c those of 
     teacher's states    N t (width of each layer that is compared, and of its queries, keys and values)
     projected states    N c P (teacher's width + student's width), kept for the backward
     projection          teacher's width x student's width: weight, gradient and two states
+    router              16 N experts P: logits and probabilities of both models in fp32
     routers             8 N experts for each router whose losses are trained on: logits and probabilities in fp32
 
 The student's states are among its activations, but for queries, keys and values of layers that are computed again.
@@ -19,6 +20,7 @@ from distill.models.meta_models import meta_config
 from distill.objectives.layer_matching import MatchedTerm, matched_terms, student_routers
 from distill.objectives.router_losses import StudentRouters
 from distill.planning.device_plan import DevicePlan
+from distill.recipe.layer_terms import HiddenStateTerm
 
 
 class LayerMemory(NamedTuple):
@@ -99,13 +101,14 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
     student = plan.student.shape
     (teacher,) = plan.source.shapes()
     compute = precision.compute.itemsize
-    outputs = {other for each in terms if not each.heads for _, other in each.pairs}
+    outputs = {other for each in terms if isinstance(each.term, HiddenStateTerm) for _, other in each.pairs}
     attention = {other for each in terms if each.heads for _, other in each.pairs}
     again = (
         {own for each in terms if each.heads for own, _ in each.pairs} if recipe.train.gradient_checkpointing else ()
     )
     numbers = len(outputs) * teacher.hidden + len(attention) * (teacher.query + 2 * teacher.key_value)
     states = float(tokens * precision.teacher.itemsize * numbers)
+    states += sum(16.0 * tokens * each.widths[0] * len(each.pairs) for each in terms if each.term.type == "router")
     states += tokens * compute * len(again) * (student.query + 2 * student.key_value)
     projections = 0.0
     for each in terms:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from distill.recipe.layer_terms import LAYERED
+from distill.recipe.layer_terms import LAYERED_NAMES
 from distill.recipe.loss import SEPARATE
 from distill.recipe.teacher_config import LoadedTeacherConfig, StudentTeacherConfig, TeacherConfig
 from distill.recipe.teachers import (
@@ -308,7 +308,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("hidden states",),
     ),
     Requirement(
-        f"loss.terms: {' and '.join(LAYERED)}",
+        f"loss.terms: {LAYERED_NAMES}",
         lambda recipe: recipe.loss.reads_layers,
         ("one teacher", "hidden states of layers", "student's tokens", "student's prompts"),
     ),

@@ -14,7 +14,8 @@ Pair = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_leng
 Layers = Literal["auto"] | Annotated[list[Pair], Field(min_length=1)]
 Relation = Literal["query", "key", "value"]
 RELATIONS: tuple[Relation, ...] = ("query", "key", "value")
-LAYERED = ("hidden_state", "attention_relation")  # their types
+LAYERED = ("hidden_state", "attention_relation", "router")  # their types
+LAYERED_NAMES = "hidden_state, attention_relation and router"
 
 
 class LayerTerm(Section):
@@ -91,6 +92,22 @@ class AttentionRelationTerm(LayerTerm):
         if len(set(self.relations)) < len(self.relations):
             raise ValueError(f"relations: expected each once, got {self.relations}")
         return self
+
+
+class RouterTerm(LayerTerm):
+    """KL divergence between the routing of both models, mixtures of as many experts.
+
+    A token's loss is KL(teacher's || student's) of softmax over the router's logits, also of routers whose scores are
+    sigmoids, the mean over the pairs of layers with routers.
+
+    Attributes:
+        type: `router`.
+        weight: weight of this term in the sum.
+        layers: with `router`, pairs `[student, teacher]` of layer numbers from 0, both with a router; `auto` for those
+            of `hidden_state`'s where both layers have one.
+    """
+
+    type: Literal["router"]
 
 
 def pairs_of(layers: Layers, student: int, teacher: int, kept: Sequence[int] | None = None) -> list[tuple[int, int]]:

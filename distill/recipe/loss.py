@@ -11,7 +11,7 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
     cross_entropy    -log p_s[label] at temperature 1
     policy_gradient  -sg(log p_t[y] - log p_s[y]) p_s[y] / sg(p_s[y]) of the token y sampled from the student
     top_k_reverse_kl KL(p_s || p_t) over the student's top K tokens, all others merged into one outcome
-    hidden_state, attention_relation    distances between layers of both models (layer_terms.py)
+    hidden_state, attention_relation, router    distances between layers of both models (layer_terms.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import FUNCTION, SHA256, NotNegative, Text, Usual
-from distill.recipe.layer_terms import LAYERED, AttentionRelationTerm, HiddenStateTerm, LayerTerm, pairs_of
+from distill.recipe.layer_terms import (
+    LAYERED,
+    LAYERED_NAMES,
+    AttentionRelationTerm,
+    HiddenStateTerm,
+    LayerTerm,
+    RouterTerm,
+    pairs_of,
+)
 
 
 class PlainTerm(Section):
@@ -283,6 +291,7 @@ Term = Annotated[
     | TopKTerm
     | HiddenStateTerm
     | AttentionRelationTerm
+    | RouterTerm
     | PluginTerm,
     Field(discriminator="type"),
 ]
@@ -378,7 +387,7 @@ class Loss(Section):
             raise ValueError("every term has weight 0: give at least one term a weight above 0")
         if weighted <= set(LAYERED):
             raise ValueError(
-                f"terms: expected a divergence or cross_entropy of weight above 0 beside {' and '.join(LAYERED)}, "
+                f"terms: expected a divergence or cross_entropy of weight above 0 beside {LAYERED_NAMES}, "
                 "which do not train the head; got none"
             )
         for name in ("label_smoothing", "z_loss"):
@@ -413,8 +422,7 @@ class Loss(Section):
                 raise ValueError(f"schedule: every term has weight 0 in step {step}")
             if not any(term.weight > 0 and term.type not in LAYERED for term in self.at(step).terms):
                 raise ValueError(
-                    f"schedule: every term but {' and '.join(LAYERED)} has weight 0 in step {step}; these do not train "
-                    "the head"
+                    f"schedule: every term but {LAYERED_NAMES} has weight 0 in step {step}; these do not train the head"
                 )
         return self
 
@@ -494,7 +502,7 @@ class Loss(Section):
         pairs = pairs_of("auto", len(kept), max(kept) + 1, kept)
 
         def paired(term: LayerTerm) -> LayerTerm:
-            return term.with_layers(pairs if isinstance(term, HiddenStateTerm) else pairs[-1:])
+            return term.with_layers(pairs[-1:] if isinstance(term, AttentionRelationTerm) else pairs)
 
         return self._with_layers(lambda term: paired(term) if term.layers == "auto" else term)
 

@@ -454,6 +454,7 @@ class DistillationObjective:
         shifted = shift_labels(labels)
         of_routers: torch.Tensor | float = 0.0
         if layers is not None:
+            layers.tokens = labels.numel()
             of_routers = layers.router_loss(
                 step_inputs.batch.get("content_mask", mask),
                 valid_rows,
