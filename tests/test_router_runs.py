@@ -131,6 +131,9 @@ TERM = ["loss.terms=[{type: forward_kl}, {type: router, weight: 0.5}]"]
 
 def test_the_term_between_routers(workplace, capsys):
     assert run_command(["run", "r.yaml", "--name", "term", *TERM]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 x forward_kl + 0.5 x router, and the losses of the student's routers" in shown
+    assert "router load " in shown and "experts in common " in shown
     rows = read_metrics(workplace / "runs/term/metrics.jsonl")
     for row in rows:
         expected = row["kl"] + 0.5 * row["router_balance"] + 0.5 * row["router"]

@@ -179,7 +179,8 @@ class ProgressReport(StepListener):
         if self.loss is None or name is None or self._explained or math.isclose(logs["loss"], logs[name], rel_tol=1e-3):
             return
         self._explained = True
-        self._show(f"{'':<12}{explain_loss(self.loss, name, self.measure)}")
+        trains_routers = "router_balance" in logs
+        self._show(f"{'':<12}{explain_loss(self.loss, name, self.measure, trains_routers)}")
 
     def _show_held_out(self, state: TrainerState, logs: dict[str, Any]) -> None:
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
@@ -208,13 +209,18 @@ class ProgressReport(StepListener):
         return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
-def explain_loss(loss: Loss, name: str, measure: DivergenceUnit = KL) -> str:
-    """Return in a line what `loss` is, beside the figure `kl` or `divergence`, from which it differs."""
+def explain_loss(loss: Loss, name: str, measure: DivergenceUnit = KL, trains_routers: bool = False) -> str:
+    """Return in a line what `loss` is, beside the figure `kl` or `divergence`, from which it differs.
+
+    Args:
+        trains_routers: Whether losses of the student's routers are in it.
+    """
     temperature = loss.temperature
     at = "" if temperature == 1 else f" at temperature {temperature:g}"
     if at and loss.scale_by_temperature_squared:
         at += f", divergences times {temperature**2:g}"
     terms = " + ".join(f"{term.weight:g} x {term.type}" for term in loss.terms if term.weight > 0)
+    at += ", and the losses of the student's routers" if trains_routers else ""
     what = "the forward KL to the teacher" if name == "kl" else "the mean of the terms' divergences"
     return (
         f"loss is what is minimised: {terms}{at}{', by its schedule' if loss.schedule else ''}; "
