@@ -290,8 +290,12 @@ class DistillationTrainer(TransformersCompat):
         figures = metrics_from_sums(statistics, trained, objective.divergence, objective.routes)
         return {
             "loss": loss / trained,
+<<<<<<< HEAD
             **figures,
             "perplexity": perplexity(figures["cross_entropy"]),
+=======
+            **metrics_from_sums(statistics, trained, objective.divergence, objective.routes),
+>>>>>>> router
             **of_routers.pop_metrics(),
         }
 
