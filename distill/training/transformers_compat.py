@@ -292,7 +292,7 @@ class ResumedState(TrainerCallback):
         for each in ordered:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(int(state.epoch))
-        if not self._is_over and lacks_evaluation(args, state):
+        if lacks_evaluation(args, state):
             self._evaluate(args, state)
         if control.should_training_stop:  # by that evaluation, or by one before the checkpoint
             self._is_over = True

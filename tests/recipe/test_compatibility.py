@@ -71,6 +71,7 @@ WITH = {
     "z-loss": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], z_loss: 0.1}"],
     "plugin": ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"],
     "running text": ["data.format=text"],
+    "answers to running text": ["data.format=text", "data.on_policy={}"],
     "random tokens": ["data.source=synthetic"],
     "fp8 teacher": ["teacher.dtype=fp8"],
     "int8 teacher": ["teacher.dtype=int8"],

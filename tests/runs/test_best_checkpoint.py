@@ -158,18 +158,18 @@ class Killed(BaseException):
     """End of the process."""
 
 
-def killed_in(watch, moment):
-    """End the process at a moment of step 4: `before` its evaluation, or `after` it and before its checkpoint."""
+def killed_in(watch, moment, step):
+    """End the process at a moment of a step: `before` its evaluation, or `after` it and before its checkpoint."""
     from distill.training.trainer import DistillationTrainer
 
     evaluate = DistillationTrainer.evaluate
 
     def end(self, *args, **kwargs):
-        if self.state.global_step == 4 and moment == "before":
+        if self.state.global_step == step and moment == "before":
             self._save_checkpoint(self.model, None)
             raise Killed
         metrics = evaluate(self, *args, **kwargs)
-        if self.state.global_step == 4:
+        if self.state.global_step == step:
             raise Killed
         return metrics
 
@@ -179,11 +179,10 @@ def killed_in(watch, moment):
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("more", [[PLAIN], ["student.lora.r=4"]], ids=["full", "quantised-lora"])
 def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workplace, monkeypatch, moment, more):
-    # step 4 is the best, and the last of patience
     more = [*more, "train.learning_rate=3e-2", "train.steps=8", "train.early_stopping={patience: 2}"]
     whole = run(parse(KEPT, more, name="whole"))
     with monkeypatch.context() as patch:
-        killed_in(patch, moment)
+        killed_in(patch, moment, result_of(whole.folder)["best"]["step"])
         with pytest.raises(Killed):
             run(parse(KEPT, more, name="killed"))
     (workplace / "runs" / "killed").rename(workplace / "runs" / "moved")
