@@ -260,8 +260,11 @@ def test_a_teacher_of_70b_is_shared_by_four_gpus():
 
 
 def test_several_teachers_are_all_held_and_all_run():
-    one, section = of(), WeightedLocalTeacherConfig(init="random", config="llama-3.1-8b", dtype="bfloat16")
-    both = recipe().model_copy(update={"teachers": [section, section]})
+    one = of()
+    sections = [
+        WeightedLocalTeacherConfig(model=name, config="llama-3.1-8b", dtype="bfloat16") for name in ("a/b", "a/c")
+    ]
+    both = recipe().model_copy(update={"teachers": sections})
     two = check_run(both, find_device("H200"), read_data=False)
     assert two.memory.parts["teacher"] == 2 * one.memory.parts["teacher"]
     more = two.flops_per_step - one.flops_per_step

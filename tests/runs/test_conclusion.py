@@ -103,11 +103,11 @@ def test_a_tokenizer_that_decodes_differently_is_reported():
 # ------------------------------------------------------------------------------------------------- the end of the run
 
 
-@pytest.mark.plain("False-held_out", "True-save_student")
-@pytest.mark.parametrize("stage", ["held_out", "save_student"])
+@pytest.mark.plain("False-measure", "True-save_student")
+@pytest.mark.parametrize("stage", ["measure", "save_student"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_weights_outlive_what_fails_after_the_last_step(workplace, fault, capsys, stage, lora):
-    owner = RunResults if stage == "held_out" else run_results
+    owner = RunResults if stage == "measure" else run_results
     kept, calls = getattr(owner, stage), []
 
     def fails(*args):

@@ -163,7 +163,9 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     overrides = [[], ["data.chat_template=t.jinja"], ["data.chat_template=none"]]
     vocabularies = [source_of(recipe(*more)).vocabulary() for more in overrides]
     made = [
-        build_lock(recipe(*more), **models, vocabulary=own, splits=Splits([], [], DataReport()), processes=1)["data"]
+        build_lock(
+            recipe(*more), **models, vocabulary=own, splits=Splits([], [], DataReport(), mix=None, sets={}), processes=1
+        )["data"]
         for more, own in zip(overrides, vocabularies, strict=True)
     ]
     assert [data["chat_template_date"] for data in made] == [None, str(FROZEN_DAY), None]

@@ -99,7 +99,7 @@ def test_each_phase_covers_its_part_of_the_step(tmp_path, clock, where):
         trainer.create_optimizer()
         trainer.optimizer.step = clock.slow(trainer.optimizer.step)
     else:
-        trainer._held_out = clock.slow(trainer._held_out)
+        trainer.held_out_figures = clock.slow(trainer.held_out_figures)
     trainer.train()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4]

@@ -91,7 +91,9 @@ def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(work
         run_command(["run", "r.yaml", "--name", "ended"])
     at_step(None, None)
     began = json.loads((workplace / "runs/ended/before.json").read_text())
-    assert set(began) == {"started", "command", "device"} and (workplace / "runs/ended/checkpoint-1").exists()
+    assert (
+        set(began) == {"started", "command", "device", "summary"} and (workplace / "runs/ended/checkpoint-1").exists()
+    )
     assert run_command(["verify", "ended"]) == 0 and run_command(["report", "ended"]) == 0
     capsys.readouterr()
     assert run_command(["run", "r.yaml", "--name", "ended", "--resume"]) == 0
