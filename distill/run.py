@@ -64,7 +64,7 @@ from distill.recipe.yaml_text import to_yaml
 from distill.reports.first_batch_report import first_batch_report
 from distill.reports.run_manifest import Measured, record_start
 from distill.reports.run_summary import run_summary
-from distill.run_results import RunResult, RunResults
+from distill.run_results import RunResult, RunResults, earlier_measurement
 from distill.run_stages import run_stages
 from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
@@ -385,7 +385,11 @@ class Run:
         self._require_figure(trainer)
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
-            notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
+            # The checkpoint has the weights; but where the run was stopped before the untrained student was measured,
+            # that is measured as the run began.
+            begins = not resumed or earlier_measurement(self.run_lock.folder, recipe, trainer, splits) is None
+            section = recipe.student.quantise
+            notes.append(quantise_for_training(trainer, section, splits.train, resumed=resumed, begins=begins))
         return trainer, notes
 
     def _require_figure(self, trainer: DistillationTrainer) -> None:

@@ -71,6 +71,12 @@ class RunResult(NamedTuple):
     tasks: Mapping[str, Mapping[str, Accuracy]] = MappingProxyType({})
 
 
+def earlier_measurement(folder: Path, recipe: Recipe, trainer: DistillationTrainer, splits: Splits) -> Measured | None:
+    """Return the untrained student's measurement by this run before it was resumed; every process calls it."""
+    tasks = [task.name for task in recipe.eval.tasks]
+    return broadcast_from_rank0(lambda: read_before(folder, trainer.objective.measure, list(splits.sets), tasks))
+
+
 @dataclass(frozen=True)
 class RunResults:
     """Evaluates a run's student and writes what the run produces.
@@ -125,18 +131,12 @@ class RunResults:
             objective=trainer.objective,
         )
 
-    @property
-    def _names(self) -> list[str]:
-        return [task.name for task in self.recipe.eval.tasks]
-
     def untrained(self) -> Measured | UntrainedWeights:
         """Return the measurement of the untrained student, or the weights with which it is made after training.
 
         Every process calls it, before a checkpoint is loaded and the first step is made.
         """
-        measure = self.trainer.objective.measure
-        # by this run before it was resumed
-        measured = broadcast_from_rank0(lambda: read_before(self.folder, measure, list(self.splits.sets), self._names))
+        measured = earlier_measurement(self.folder, self.recipe, self.trainer, self.splits)
         if measured is not None:
             return measured
         if is_main_process():

@@ -75,14 +75,20 @@ def _adapters(student: nn.Module, found: Formats) -> Mapping[str, Adapter] | Non
 
 
 def quantise_for_training(
-    trainer: DistillationTrainer, section: Quantise, rows: Sequence[Mapping[str, Sequence[int]]], *, resumed: bool
+    trainer: DistillationTrainer,
+    section: Quantise,
+    rows: Sequence[Mapping[str, Sequence[int]]],
+    *,
+    resumed: bool,
+    begins: bool,
 ) -> str:
     """Quantise the student of a trainer, from now on and through training.
 
     Args:
         trainer: Trainer with a float32 student on its device, which is sharded when training begins, if at all.
         rows: Tokenised training data, which GPTQ reads.
-        resumed: A checkpoint will replace the weights: they are not rounded by GPTQ before.
+        resumed: A checkpoint will replace the weights.
+        begins: The weights are needed as a run begins with them: rounded by GPTQ, where the recipe says so.
 
     Returns:
         A line for the summary of the run.
@@ -101,7 +107,7 @@ def quantise_for_training(
     narrow = {name: form for name, form in found.by_name.items() if FORMATS[form].is_learned}
     start = {}
     how = "each to its nearest value"
-    if section.starts_from_gptq and narrow and not resumed:
+    if section.starts_from_gptq and narrow and begins:
         batches = calibration_batches(rows, section.calibration_tokens, trainer.args.device)
         with console.spinner("rounding by GPTQ"), _autocast(trainer):
             start = round_weights(student, narrow, batches)

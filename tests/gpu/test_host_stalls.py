@@ -88,7 +88,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path, overrides, packed):
     for model, role in ((trainer.objective.teacher.model, "teacher"), (student, "student")):
         patch(model, role)
     if recipe.student.quantise is not None:
-        quantise_for_training(trainer, recipe.student.quantise, rows, resumed=False)
+        quantise_for_training(trainer, recipe.student.quantise, rows, resumed=False, begins=True)
     try:
         trainer.train()
     finally:

@@ -84,11 +84,13 @@ def test_a_teacher_that_follows_the_student_is_measured_before_it_does(workplace
     assert said.index(MEASURED) < said.index(FIRST)
 
 
-def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(workplace, capsys, at_step):
-    assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "rounded by GPTQ"])
+def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(workplace, capsys, at_step, quantised):
+    more = ["student.quantise={format: q4_0}"] if quantised else []
+    assert run_command(["run", "r.yaml", "--name", "whole", *more]) == 0
     at_step(0, lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit, match=r"^0$"):
-        run_command(["run", "r.yaml", "--name", "ended"])
+        run_command(["run", "r.yaml", "--name", "ended", *more])
     at_step(None, None)
     began = json.loads((workplace / "runs/ended/before.json").read_text())
     assert (
@@ -96,7 +98,7 @@ def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(work
     )
     assert run_command(["verify", "ended"]) == 0 and run_command(["report", "ended"]) == 0
     capsys.readouterr()
-    assert run_command(["run", "r.yaml", "--name", "ended", "--resume"]) == 0
+    assert run_command(["run", "r.yaml", "--name", "ended", "--resume", *more]) == 0
     said = capsys.readouterr().out
     assert said.index(LAST) < said.index(MEASURED)
     assert json.loads((workplace / "runs/ended/before.json").read_text())["started"] == began["started"]
