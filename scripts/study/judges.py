@@ -140,7 +140,7 @@ def _paired(subject: Subject, after: EvaluationResult, controls: Sequence[str]) 
 
 
 def _own_teacher(subject: Subject) -> HeldOut:
-    return subject.started.results.held_out()
+    return subject.started.results.measure().held_out
 
 
 def _own_teacher_row(subject: Subject, before: HeldOut, after: HeldOut) -> dict[str, Any]:

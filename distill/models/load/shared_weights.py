@@ -62,16 +62,22 @@ def frozen_weights(
         seed: Seed of random weights.
         unlike_files: As of `FrozenWeights`.
 
-    Raises:
-        ValueError: There is no such model.
     """
     files: tuple[str, str | int | None]
     if section.init == "random":
         files = str(find_architecture(str(section.config), f"{field}.config")), seed
     else:
-        source = resolve_model_source(str(section.model), f"{field}.model")
-        files = str(Path(source.location).resolve()) if source.local else source.location, source.gguf_file
+        files = _named_files(str(section.model), f"{field}.model")
     return FrozenWeights(files, section.revision, section.trust_remote_code, dtype, section.attention, unlike_files)
+
+
+def _named_files(model: str, field: str) -> tuple[str, str | None]:
+    try:
+        source = resolve_model_source(model, field)
+    except ValueError:
+        # not there yet, or broken: `check` plans it by its name alone, and reading it says what is wrong
+        return model, None
+    return str(Path(source.location).resolve()) if source.local else source.location, source.gguf_file
 
 
 class SharedCheckpoints:
