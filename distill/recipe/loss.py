@@ -237,8 +237,8 @@ class TokenWeights(Section):
 
     Attributes:
         gamma: factor gamma^position; 1 for none.
-        window: first position and the one after the last, as in a slice of Python: [0, 256] for the first 256 tokens of
-            each answer, [-64, null] for the last 64. Tokens outside have weight 0.
+        window: first position and the one after the last, as in a slice of Python: `[0, 256]` for the first 256 tokens
+            of each answer, `[-64, null]` for the last 64. Tokens outside have weight 0.
         function: `FILE.py:function`, called with the arrays that its parameters name, each with one entry per trained
             token of a micro-batch; it returns their weights. The run needs `--plugin FILE.py`.
         normalise: divisor of the weighted sum: `none` for the number of trained tokens of the optimizer step, `mean`
