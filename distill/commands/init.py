@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from distill.core.errors import RecipeError
 from distill.recipe import Recipe
 from distill.recipe.schema import parse
 from distill.recipe.shipped import shipped_architectures
+from distill.recipe.yaml_text import merge
 
 QUESTIONS = {
     "teacher": "teacher: a hub id, a folder, or the URL of a server",
@@ -155,29 +157,23 @@ def _shipped_shape(model: str) -> str | None:
     return next((shape for shape in shipped_architectures() if name == shape or name.startswith(f"{shape}-")), None)
 
 
-def merged(tree: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    both = dict(tree)
-    for key, value in change.items():
-        known = both.get(key)
-        both[key] = merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
-    return both
-
-
-def candidates(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    made = dict(tree)
+def smaller_recipes(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the recipe, then with each of `SMALLER` beside those before it."""
+    longest = tree["data"]["max_length"]
+    made = copy.deepcopy(dict(tree))
     for change in SMALLER:
         # a student that is cut has too much to learn for adapters
         if "lora" in change.get("student", {}) and "from_teacher" in tree["student"]:
             continue
         if "offload" in change.get("teacher", {}) and "model" not in tree["teacher"]:
             continue  # a server's
-        made = merged(made, change)
-        made["data"]["max_length"] = min(made["data"]["max_length"], tree["data"]["max_length"])
-        yield made
+        merge(made, change)
+        made["data"]["max_length"] = min(made["data"]["max_length"], longest)
+        yield copy.deepcopy(made)
 
 
 def _fitting(tree: dict[str, Any], device: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the first of `candidates` that fits the device, and lines on it.
+    """Return the first of `smaller_recipes` that fits the device, and lines on it.
 
     Where models or data are not to be had here, that is the first of all, unplanned.
     """
@@ -198,8 +194,8 @@ def _fitting(tree: dict[str, Any], device: str | None) -> tuple[dict[str, Any], 
             plan = device_plan(_parsed(tree), place, 1)
             configs = (meta_config(plan.source.config_section(), "teacher"), plan.student.config)
             longest = min(longest_sequence(config) or tree["data"]["max_length"] for config in configs)
-            tree = merged(tree, {"data": {"max_length": min(tree["data"]["max_length"], longest)}})
-            for number, candidate in enumerate(candidates(tree)):
+            tree["data"]["max_length"] = min(tree["data"]["max_length"], longest)
+            for number, candidate in enumerate(smaller_recipes(tree)):
                 report = check_run(_parsed(candidate), place, read_data=number == 0)
                 if number == 0:
                     first = report

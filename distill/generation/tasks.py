@@ -54,9 +54,11 @@ class TaskQuestions:
 
     @property
     def sha256(self) -> str:
-        """Hash of the prompts and the right answers."""
-        content = [[prompt.text, prompt.answer] for prompt in self.prompts]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        """Hash of the prompts and the right answers, and of all columns where a function judges by them."""
+        content: list[list[Any]] = [[prompt.text, prompt.answer] for prompt in self.prompts]
+        if self.task.checker_file is not None:
+            content = [[*each, prompt.row] for each, prompt in zip(content, self.prompts, strict=True)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
     def check(self, numbers: Sequence[int], responses: Sequence[str]) -> list[bool]:
         """Return which responses to the prompts of these numbers are right.

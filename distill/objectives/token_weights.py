@@ -205,7 +205,8 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
     trained = labels != IGNORE_INDEX
     trained[..., 0] = False  # no token before it predicts it, whatever its label
     if "spans" in batch and len(batch["spans"]):  # labels stand at the first token of each span alone
-        begin, end = batch["spans"][:, 0], batch["spans"][:, 1]
+        begin = batch["spans"][:, 0]
+        end = batch["spans"][:, 1]
         edges = torch.zeros(labels.numel() + 1, dtype=torch.int64, device=labels.device)
         ones = torch.ones_like(begin)
         edges.index_add_(0, begin, ones)
@@ -264,7 +265,8 @@ def _sampled_log_p(batch: Batch) -> torch.Tensor | None:
     sampled = batch.get("sampled_log_p")
     if sampled is None or "spans" not in batch or not len(batch["spans"]):
         return sampled
-    begin, end = batch["spans"][:, 0], batch["spans"][:, 1]
+    begin = batch["spans"][:, 0]
+    end = batch["spans"][:, 1]
     flat = sampled.flatten().double()
     unknown = flat.isnan()
     sums = torch.nn.functional.pad(flat.masked_fill(unknown, 0.0).cumsum(0), (1, 0))

@@ -13,7 +13,7 @@ from distill.core.ranks import is_main_process
 from distill.recipe.held_out_figures import PREFIX
 
 
-class EarlyStopping(TrainerCallback):
+class StopWithoutImprovement(TrainerCallback):
     """Callback that ends training; equal on every rank, since the held-out figures are.
 
     Nothing is saved: how long the figure has not improved follows from the log, which a resumed run has.

@@ -19,15 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distill.models.head import decoder_of
+from distill.models.patch.document_rope import document_lengths
 from distill.training.listeners import StepListener
-
-
-def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the length of each token's document, int64 [B, S], from positions that restart at 0; without a sync."""
-    document = (position_ids == 0).long().cumsum(dim=1)
-    counts = torch.zeros(len(document), document.shape[1] + 1, dtype=torch.int64, device=document.device)
-    counts.scatter_add_(1, document, torch.ones_like(document))
-    return counts.gather(1, document)
 
 
 def add_noise(embeddings: torch.Tensor, alpha: float, position_ids: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
-from distill.training.early_stopping import EarlyStopping
+from distill.training.early_stopping import StopWithoutImprovement
 from distill.training.embedding_noise import EmbeddingNoise
 from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
@@ -113,7 +113,7 @@ def run_listeners(
     stopping = recipe.train.early_stopping
     if stopping is not None and recipe.train.keep_best is not None:
         found.append(
-            EarlyStopping(
+            StopWithoutImprovement(
                 recipe.train.keep_best,
                 higher_is_better=recipe.figure_directions[recipe.train.keep_best],
                 patience=stopping.patience,

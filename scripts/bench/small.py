@@ -275,7 +275,8 @@ def busy_share(spans: Iterable[tuple[float, float]], bridged: float = 0.0) -> tu
     ordered = sorted(spans)
     if not ordered:
         raise ValueError("small: expected traced kernels, found none")
-    covered, reached = 0.0, ordered[0][0]
+    covered = 0.0
+    reached = ordered[0][0]
     for start, end in ordered:
         begun = reached if start - reached <= bridged else start
         covered += max(end - max(begun, reached), 0.0)
@@ -288,7 +289,8 @@ class Trace(TrainerCallback):
     """Traces the steps after `first`, up to and with `last`."""
 
     def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

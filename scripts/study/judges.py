@@ -111,7 +111,8 @@ def _held_out_row(subject: Subject, before: EvaluationResult, after: EvaluationR
     row["calibration_error"] = after.calibration_error
     if before is not after:
         row["gap_closed"] = list(after.kl_reduction(before))
-    if controls := subject.lab.plan.fields.get("paired_with_best_of"):
+    controls = subject.lab.plan.fields.get("paired_with_best_of")
+    if controls:
         row |= _paired(subject, after, controls)
     return row
 

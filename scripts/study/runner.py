@@ -237,7 +237,8 @@ def _trained(phases: Phases, subject: judges.Subject, plan: Plan) -> dict[str, A
     row |= {"learned_tokens": int(sum(log.get("trained_tokens", 0) for log in logs))}
     if along is not None:
         row["curve"] = along.curve
-    if wanted := plan.fields.get("metrics"):
+    wanted = plan.fields.get("metrics")
+    if wanted:
         row["curve"] = [{key: log[key] for key in ("step", *wanted) if key in log} for log in logs]
     return row
 

@@ -152,8 +152,10 @@ def test_a_run_that_is_resumed_reads_the_same_rows(here, tmp_path):
     (tmp_path / "r.yaml").write_text(text)
     recipe = load("r.yaml")
     whole = run(recipe, name="whole")
-    weights, metrics = whole.folder / "student/model.safetensors", whole.folder / "metrics.jsonl"
-    first, trained = read_metrics(metrics), weights.read_bytes()
+    weights = whole.folder / "student/model.safetensors"
+    metrics = whole.folder / "metrics.jsonl"
+    first = read_metrics(metrics)
+    trained = weights.read_bytes()
     last = sorted(whole.folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(last) >= 2 and whole.steps > 60
     for path in (*last[1:], whole.folder / "student"):

@@ -17,7 +17,7 @@ from scripts.study.tasks import TASKS, rows_of
 pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
 
 RESULTS = FOLDER / "results"
-PLACES = {"work": "/work", "data": "data.jsonl", "plugin": "sums.py"}
+PLACES = {"work": "/made", "data": "data.jsonl", "plugin": "sums.py"}
 
 
 # ---------------------------------------------------------------- plans
@@ -41,7 +41,7 @@ def test_every_run_is_a_recipe_that_finds_what_it_reads(name):
     for run in plan.runs:
         recipe = plan.recipe(run, PLACES)
         assert recipe.train.seed == run.names["seed"]
-        for made in re.findall(r"/work/([\w.+-]+)", " ".join(run.filled(run.settings, PLACES))):
+        for made in re.findall(r"/made/([\w.+-]+)", " ".join(run.filled(run.settings, PLACES))):
             patterns = [re.sub(r"\\\{\w+\\\}", "[^-]+", re.escape(pattern)) for pattern in plan.fields["made"]]
             assert any(re.fullmatch(pattern, made) for pattern in patterns), made
 
@@ -63,7 +63,7 @@ def test_losses_are_compared_with_all_else_equal():
 def test_second_stages_differ_in_the_answers_alone():
     plan = read_plan("teachers")
     second = [plan.recipe(run, PLACES) for run in plan.runs if run.names["part"] == "own words"]
-    assert {recipe.student.model for recipe in second} == {f"/work/first-15-{seed}" for seed in range(3)}
+    assert {recipe.student.model for recipe in second} == {f"/made/first-15-{seed}" for seed in range(3)}
     assert len({recipe.train.model_copy(update={"seed": 0}).model_dump_json() for recipe in second}) == 1
     assert [recipe.data.on_policy.fraction for recipe in second[:4] if recipe.data.on_policy] == [0.5, 1.0]
 

@@ -14,8 +14,9 @@ from transformers import TrainingArguments
 from distill.cli import run_command
 from distill.core.eval_mode import eval_mode
 from distill.models.head import decoder_of
+from distill.models.patch.document_rope import document_lengths
 from distill.recipe import RecipeError, parse
-from distill.training.embedding_noise import EmbeddingNoise, document_lengths
+from distill.training.embedding_noise import EmbeddingNoise
 from distill.training.trainer import DistillationTrainer
 
 ALPHA = 5.0

@@ -133,9 +133,10 @@ class Servers:
         # A thread that outlives the interpreter is unwound wherever it next asks for the lock. Where that is inside
         # torch, which frees an answer's memory, the process is aborted after a run that has succeeded.
         until = time.monotonic() + CLOSE_SECONDS  # late only where a thread still looks up or joins a server
-        while (left := [thread for thread in self._threads if thread.is_alive()]) and time.monotonic() < until:
-            interrupt(left)  # in each round: one may have been on its way to the connection
-            left[0].join(0.02)
+        for thread in self._threads:
+            while thread.is_alive() and time.monotonic() < until:
+                interrupt(self._threads)  # in each round: one may have been on its way to the connection
+                thread.join(0.02)
         self._pools.clear()
         atexit.unregister(self.close)
 
