@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from distill_kernels import launch_plans
+from distill_kernels import kernel_op, launch_plans
 from distill_kernels.launch import TensorDescriptor, interpreted, triton
 from triton.backends.nvidia import driver as nvidia
 
@@ -81,7 +81,7 @@ class Kernel:
 
         def look_up(*args: Any, **options: Any) -> Compiled:
             self.looked_up += 1
-            for hook in launch_plans.LAUNCH_HOOKS.calls if launch_plans.LAUNCH_HOOKS is not None else []:
+            for hook in launch_plans.LAUNCH_HOOKS.calls:
                 hook(None)
             given = {name: value for name, value in options.items() if name in self.arg_names}
             bound = inspect.signature(self.fn).bind(*args, **given)
@@ -111,6 +111,7 @@ def stand_in_gpu(*modules: ModuleType, make: Callable[..., Kernel] = Kernel) -> 
             "empty_on_current_device": torch._C._dynamo.guards._empty_strided_cpu,
         }.items():
             stack.enter_context(mock.patch.object(launch_plans, name, stand_in))
+        stack.enter_context(mock.patch.object(kernel_op, "has_gpu", lambda: True))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         stack.enter_context(interpreted())
         yield list(kernels.values())

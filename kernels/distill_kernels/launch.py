@@ -237,6 +237,23 @@ def runs_on_triton(tensor: object) -> bool:
     )
 
 
+# what is told of each launch, with the kernel, what it compiled to, grid, arguments and options: a plan's recorder
+launch_watcher: Callable[..., None] | None = None
+
+
+def launch(kernel: typing.Any, grid: tuple[int, ...], *args: typing.Any, **options: typing.Any) -> None:
+    """Launch a Triton kernel as `kernel[grid](*args, **options)` does, so that a plan of it can be made."""
+    compiled = kernel[grid](*args, **options)
+    if launch_watcher is not None:
+        launch_watcher(kernel, compiled, grid, args, options)
+
+
+def watch_launches(watcher: Callable[..., None] | None) -> None:
+    """Have `watcher` told of each launch of any thread; None for nobody."""
+    global launch_watcher
+    launch_watcher = watcher
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -1,5 +1,8 @@
 """Launch plans: what a kernel's launcher did for arguments of one description, replayed without its Python.
 
+Imported when an op is first called on a GPU, unless DISTILL_LAUNCH_PLANS=0 (kernel_op.py): it needs private names of
+torch and Triton, and where a release lacks one, ops are launched plainly.
+
 A launcher checks shapes, chooses tiles, allocates outputs and calls Triton's look-up by argument types: 40 to 90
 microseconds of host time, for kernels that run for 5. All of it depends on shapes, strides, dtypes and plain values,
 never on a tensor's contents. `PlannedFunction` runs a launcher twice for arguments of one description (the first call
@@ -15,40 +18,34 @@ dispatch modes that are on.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 
-from distill_kernels.launch import HAS_TRITON, MAX_CACHED_LAUNCHES
-from distill_kernels.operands import PLAIN
+from distill_kernels.launch import MAX_CACHED_LAUNCHES, watch_launches
+from distill_kernels.operands import PLAIN, refuse_double_backward
 from distill_kernels.plan_source import PlanSource, Unplannable, storage_address
 from distill_kernels.torch_internals import (
-    HAS_PLAN_INTERNALS,
-    TensorGuards,
-    TorchDispatchMode,
     current_device,
     current_stream,
     empty_on_current_device,
-    functorch_level,
-    is_in_torch_dispatch_mode,
+    in_mode_or_transform,
+    internal,
 )
 
-_log = logging.getLogger(__name__)
-# Called at each launch, for Triton's profiler
-LAUNCH_HOOKS: Any = None
-if HAS_TRITON:
-    try:
-        from triton import knobs
+if TYPE_CHECKING:
+    from distill_kernels.kernel_op import KernelOp
 
-        LAUNCH_HOOKS = knobs.runtime.launch_enter_hook
-    except (ImportError, AttributeError) as missing:
-        _log.warning("Triton: %s; kernels are launched through the dispatcher, slowly", missing)
-CAN_PLAN = HAS_PLAN_INTERNALS and (LAUNCH_HOOKS is not None or not HAS_TRITON)
+# called at each launch, for Triton's profiler
+LAUNCH_HOOKS: Any = knobs.runtime.launch_enter_hook
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -64,14 +61,6 @@ _recorder: _Recorder | None = None
 _recording = threading.Lock()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch a Triton kernel as `kernel[grid](*args, **options)` does, and record it where a plan is being made."""
-    compiled = kernel[grid](*args, **options)
-    recorder = recorder_here()
-    if recorder is not None:
-        recorder.add(kernel, compiled, grid, args, options)
-
-
 def recorder_here() -> _Recorder | None:
     """Return the recorder that watches this thread, if any."""
     recorder = _recorder
@@ -81,13 +70,6 @@ def recorder_here() -> _Recorder | None:
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in a GPU's memory."""
     return tensor.is_cuda
-
-
-def outside_of_plans() -> bool:
-    """Return whether no plan may be made or replayed: a dispatch mode or a function transform, which plans would not
-    tell of, is on, or this torch or Triton lacks what plans are made of.
-    """
-    return not CAN_PLAN or bool(is_in_torch_dispatch_mode()) or functorch_level() is not None
 
 
 class LaunchPlan:
@@ -106,11 +88,11 @@ class LaunchPlan:
     __slots__ = ("called", "fits", "gradient", "needs_gradient", "recordable", "replay")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        guards: Any = TensorGuards
-        self.fits: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self.fits: Callable[..., bool] = guards.check
         self.needs_gradient = any(tensor.requires_grad for tensor in tensors)
         self.replay: Callable[..., Any] | None = None
-        self.recordable = HAS_TRITON and all(map(on_gpu, tensors))
+        self.recordable = all(map(on_gpu, tensors))
         self.called = False
         self.gradient: Any = None
 
@@ -155,7 +137,7 @@ class PlannedFunction:
         places = [place for place, kind in enumerate(kinds) if kind in PLAIN]
         others = [place for place, kind in enumerate(kinds) if kind not in PLAIN]
         values = [args[place] for place in others]
-        if not places or outside_of_plans() or any(args[place].layout != torch.strided for place in places):
+        if not places or in_mode_or_transform() or any(args[place].layout != torch.strided for place in places):
             return None
         if len({id(args[place]) for place in places}) < len(places):  # which the guards refuse
             return None
@@ -211,7 +193,145 @@ def getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # `object` in a torch without it
+class PlannedOp:
+    """The plans of an op's eager calls and of their backwards."""
+
+    def __init__(self, op: KernelOp) -> None:
+        self.op = op
+        self.planned = PlannedFunction(op.launch, op.results)
+        self._apply: Callable[..., Any] | None = None
+        if op.backward is not None:
+            function: Any = _planned_autograd_function(op, self.planned)
+            parent: Any = super(torch.autograd.Function, function)
+            self._apply = parent.apply  # past its look for function transforms
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the op returns; NotImplemented where the dispatcher is needed, or the arguments have no plan."""
+        op = self.op
+        found = self.planned.find(args) or self._first_call(args)
+        if found is not None:
+            plan, tensors = found
+            if plan.needs_gradient and torch.is_grad_enabled():
+                if self._apply is not None:
+                    return self._apply((plan, args), *tensors)
+                op.check(*args)  # which refuses them, if gradients were not recorded when it saw them first
+            return op.returned(self.planned.run(plan, tensors, args))
+        if recorder_here() is not None:
+            return op.returned(op.launch(*args))  # part of another plan
+        return NotImplemented
+
+    def all_outputs(self, *args: Any) -> Any:
+        """Return all outputs of a call on plain tensors, without a graph."""
+        found = self.planned.find(args) or self._first_call(args)
+        return self.planned.run(*found, args) if found is not None else self.op.launch(*args)
+
+    def _first_call(self, args: tuple[Any, ...]) -> tuple[LaunchPlan, tuple[torch.Tensor, ...]] | None:
+        """Check arguments that were not seen before; return their plan, or None if they can have none."""
+        if in_mode_or_transform():
+            return None
+        self.op.check(*args)
+        return self.planned.add(args)
+
+
+class RecordedBackward:
+    """The backward of an op's calls with inputs of one description; stands for autograd's context in it.
+
+    Args:
+        op: Op whose backward it is.
+        args: Arguments of one such call.
+        outputs: All outputs of that call.
+        needed: For each tensor among the arguments, True if it requires a gradient.
+    """
+
+    saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def __init__(self, op: KernelOp, args: tuple[Any, ...], outputs: Any, needed: tuple[bool, ...]) -> None:
+        self._op = op
+        self._places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self.planned = PlannedFunction(self._compute)
+        needs = dict(zip(self._places, needed, strict=True))
+        self.needs_input_grad = tuple(needs.get(place, False) for place in range(len(args)))
+        self.materialize_grads = True
+        op.setup_context(self, args, outputs)
+        for attribute, value in vars(self).items():
+            if isinstance(value, torch.Tensor):  # of this call, and read in the backward of all others
+                raise TypeError(f"setup_context: expected tensors in save_for_backward, got one as ctx.{attribute}")
+        every = [*[args[place] for place in self._places], *_as_tuple(outputs)]
+        at = {id(tensor): place for place, tensor in reversed(list(enumerate(every)))}
+        self.pick_saved = getter([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])
+        self._kept = [tensor is not None for tensor in self.saved_tensors]
+        self.saved_tensors = ()
+        self.latest: LaunchPlan | None = None  # one with a replay, whose upstream gradients hold no None
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
+
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
+        """Outputs that are not among the results have no gradient."""
+
+    def __call__(self, given: tuple[Any, ...]) -> Any:
+        """Return a None and a gradient for each tensor among the op's arguments; `given`: saved and upstream ones."""
+        found = self.planned.find(given) or self.planned.add(given)
+        if found is None:
+            return self._compute(*given)
+        gradients = self.planned.run(*found, given)
+        self.latest = found[0] if found[0].replay is not None and len(found[1]) == len(given) else None
+        return gradients
+
+    def _compute(self, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        context = copy.copy(self)
+        left = iter(given)
+        context.saved_tensors = tuple([next(left) if kept else None for kept in self._kept])
+        gradients = _as_tuple(self._op.backward(context, *left))
+        return None, *[gradients[place] for place in self._places]
+
+
+def _planned_autograd_function(op: KernelOp, planned: PlannedFunction) -> type[torch.autograd.Function]:
+    """Return an op's autograd function: of a plan with all arguments, and of the tensors among these."""
+
+    # few calls of Python: the backward's run on a thread whose caches the engine has filled with other things
+    def forward(ctx: Any, call: tuple[LaunchPlan, tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
+        plan, args = call
+        outputs = NotImplemented if plan.replay is None else plan.replay(*tensors)
+        if outputs is NotImplemented:
+            outputs = planned.run(plan, tensors, args)
+        every = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradient = plan.gradient
+        if gradient is None:
+            gradient = plan.gradient = RecordedBackward(op, args, outputs, ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*gradient.pick_saved(tensors + every))
+        ctx.materialize_grads = gradient.materialize_grads
+        ctx.gradient = gradient
+        return outputs if op.results is None else every[0] if op.results == 1 else every[: op.results]
+
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            refuse_double_backward()
+        gradient = ctx.gradient
+        given = ctx.saved_tensors + upstream
+        plan = gradient.latest
+        if plan is not None and plan.fits(*given):
+            gradients = plan.replay(*given)
+            if gradients is not NotImplemented:
+                return gradients
+        return gradient(given)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(f"Planned_{op.name}", (torch.autograd.Function,), methods)
+    backward_class = internal(function, "_backward_cls", None, "each backward looks for its function")
+    if backward_class is not None:
+        backward_class.apply = backward  # autograd's own would look for it at each call
+    return function
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+class _Recorder(TorchDispatchMode):
     """Watches one call of a launcher: PyTorch's operators as a dispatch mode, Triton's launches through `launch`.
 
     Args:
@@ -232,6 +352,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # `object` in a torch
     def __enter__(self) -> _Recorder:
         global _recorder
         _recorder = self
+        watch_launches(self.add)
         LAUNCH_HOOKS.add(self._count)
         super().__enter__()
         return self
@@ -239,6 +360,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # `object` in a torch
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         LAUNCH_HOOKS.remove(self._count)
+        watch_launches(None)
         global _recorder
         _recorder = None
 
@@ -262,7 +384,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # `object` in a torch
     def add(
         self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        """Note a launch."""
+        """Note a launch, unless it is another thread's."""
+        if threading.get_ident() != self.thread:
+            return
         if compiled is None or not hasattr(kernel, "arg_names"):
             self.reason = "its kernel is interpreted, or not Triton's own"
             return

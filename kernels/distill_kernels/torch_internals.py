@@ -14,25 +14,6 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-TensorGuards: Any = None
-TorchDispatchMode: Any = object
-is_in_torch_dispatch_mode: Any = None
-functorch_level: Any = None
-# whether launches can be recorded and replayed (launch_plans.py); without, each call goes through torch's dispatcher
-HAS_PLAN_INTERNALS = False
-try:
-    from torch._C._dynamo import guards
-    from torch._C._functorch import maybe_current_level
-    from torch.utils import _python_dispatch
-
-    TensorGuards = guards.TensorGuards
-    TorchDispatchMode = _python_dispatch.TorchDispatchMode
-    is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
-    functorch_level = maybe_current_level
-    HAS_PLAN_INTERNALS = True
-except (ImportError, AttributeError) as missing:
-    _log.warning("torch %s: %s; kernels are launched through the dispatcher, slowly", torch.__version__, missing)
-
 
 def internal(owner: Any, name: str, fallback: Any, consequence: str) -> Any:
     """Return the attribute `name` of a module or class of torch; where it has none, `fallback`, and say so.
@@ -71,6 +52,16 @@ if torch.backends.cuda.is_built():  # a build for CPUs alone has none of them
     empty_on_current_device = internal(_guards, "_empty_strided_cuda", empty_on_current_device, _slowly)
 
 
+def _no_mode() -> bool:
+    return True
+
+
+_dispatch: Any = getattr(torch.utils, "_python_dispatch", None)
+_is_in_torch_dispatch_mode: Callable[[], bool] = internal(
+    _dispatch, "is_in_torch_dispatch_mode", _no_mode, "kernels are launched through the dispatcher, slowly"
+)
+
+
 def _is_wrapped_in_no_release(tensor: torch.Tensor) -> bool:
     return False
 
@@ -82,6 +73,16 @@ is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = internal(
     _is_wrapped_in_no_release,
     "torch.vmap and torch.func.grad around a kernel are not recognised and fail inside it",
 )
+_functorch_level: Callable[[], int | None] = internal(
+    _functorch, "maybe_current_level", lambda: 0, "kernels are launched through the dispatcher, slowly"
+)
+
+
+def in_mode_or_transform() -> bool:
+    """Return whether a dispatch mode or a function transform is on, which must see an op go through the dispatcher."""
+    return bool(_is_in_torch_dispatch_mode()) or _functorch_level() is not None
+
+
 # torch.compiler.disable, which imports torch._dynamo, seconds, when a function is decorated
 disable_dynamo: Any = internal(torch, "_disable_dynamo", torch.compiler.disable, "torch._dynamo is imported at once")
 

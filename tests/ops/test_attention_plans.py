@@ -9,8 +9,7 @@ import pytest
 import torch
 from distill_kernels.attention import flash, flash_backward, operands, ranges
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.launch import FAMILIES, DeviceFacts
-from distill_kernels.launch_plans import LAUNCH_HOOKS, PlannedFunction
+from distill_kernels.launch import FAMILIES, HAS_TRITON, DeviceFacts
 from distill_kernels.primitives import decode
 from stand_in_gpu import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
@@ -85,7 +84,7 @@ def drawn(layout, heads, positions, size, dtype):
 
 
 @pytest.mark.plain("sm_90")
-@pytest.mark.skipif(LAUNCH_HOOKS is None, reason="needs triton")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
     facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)
@@ -93,7 +92,7 @@ def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
     for module in (flash, flash_backward, decode, operands):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     for op in (flash._forward_op, flash._backward_op, decode._op):
-        monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
+        monkeypatch.setattr(op, "plans", None)
     generator = random.Random(3)
     choices = [
         (torch.bfloat16, torch.float32),
@@ -133,7 +132,7 @@ def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
 def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
     ops = (flash._forward_op, decode._op)
     for op in ops:
-        monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
+        monkeypatch.setattr(op, "plans", None)
 
     def results(seed):
         torch.manual_seed(seed)
@@ -148,7 +147,7 @@ def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
 
     first, other = results(1), results(2)
     again = results(1), results(1)
-    plans = [plan for op in ops for plan in op.planned.plans()]
+    plans = [plan for op in ops for plan in op.plans.planned.plans()]
     plans += [back for plan in plans if plan.gradient for back in plan.gradient.planned.plans()]
     aligned = layout == 0  # the other begins behind the first element
     assert len(plans) == 3 and all((plan.replay is not None) == aligned for plan in plans)

@@ -7,8 +7,7 @@ import weakref
 import pytest
 import torch
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import HAS_TRITON
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import HAS_TRITON, launch
 from launched import Native
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -77,7 +76,7 @@ def test_a_gradient_goes_through_planned_launches(differentiable, native):
         torch.autograd.grad(op(x, None, "form"), x, dy, create_graph=True)
 
 
-def test_a_tensor_kept_outside_of_save_for_backward_is_refused():
+def test_a_tensor_kept_outside_of_save_for_backward_is_refused(native):
     """The context is made once for all calls of one description: they would all read the first call's tensor."""
 
     def launcher(x: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

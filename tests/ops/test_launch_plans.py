@@ -1,13 +1,15 @@
 """Launch plans: later calls of an op allocate and launch what its launcher would have, for arguments of their own."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
-from distill_kernels import launch_plans
+from distill_kernels import kernel_op, launch_plans
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import HAS_TRITON, TensorDescriptor
-from distill_kernels.launch_plans import PlannedFunction, launch
+from distill_kernels.launch import HAS_TRITON, TensorDescriptor, launch
+from distill_kernels.launch_plans import PlannedFunction
 from launched import Native
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,6 +87,20 @@ def test_later_calls_start_what_the_launcher_would(ops, native):
             assert native.started[1] == ((2, 3, 1), second)
     assert replayed > 10 and len(checked) < 60
     assert len({held_y.data_ptr() for _, _, held_y, _ in held}) == 60  # outputs are new at each call
+
+
+def test_a_process_without_plans_looks_every_launch_up(ops, monkeypatch):
+    monkeypatch.setattr(kernel_op, "_plans_allowed", False)
+    op, (kernel, _), checked = ops
+    for _ in range(4):
+        op(torch.randn(3, 8), None, 1.0, "wide")
+    assert kernel.looked_up == len(checked) == 4 and op.plans is None
+
+
+def test_an_import_alone_needs_no_private_names_of_plans():
+    source = "import sys, distill_kernels; print('distill_kernels.launch_plans' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_arguments_of_another_description_are_checked(ops):
@@ -183,7 +199,7 @@ def test_one_tensor_given_twice_goes_through_the_dispatcher(ops):
     for _ in range(4):
         y, total = op(x, x, 1.0, "wide")
         assert y.shape == x.shape and total.shape == (8,)
-    assert kernel.looked_up == 4 and op.planned.plans() == []
+    assert kernel.looked_up == 4 and op.plans.planned.plans() == []
 
 
 KEPT = torch.zeros(4)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from distill_kernels.attention import flash, flash_backward
 from distill_kernels.launch import HAS_TRITON
-from distill_kernels.launch_plans import PlannedFunction
 from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope
 from distill_kernels.primitives import probability_kl, row_softmax
 from distill_kernels.quantisation import fake_quantise
@@ -58,12 +57,12 @@ def started(monkeypatch):
         for name in ("_forward_op", "_backward_op", "_add_forward_op", "_op", "_in_place_op"):
             if hasattr(module, name):
                 op = getattr(module, name)
-                monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
+                monkeypatch.setattr(op, "plans", None)
+    for launcher in (fake_quantise._forward, fake_quantise._backward):
+        monkeypatch.setattr(launcher, "plans", None)
     with stand_in_gpu(*MODULES, make=Noted) as kernels:
         started.clear()
         yield started, kernels
-    for planned in (fake_quantise._forward, fake_quantise._backward):
-        planned.forget()
 
 
 def rows(dtype, strided, columns=48):
@@ -200,7 +199,7 @@ def test_replays_are_captured_and_keep_to_their_stream():
     weight, dy = torch.randn_like(x[0]).detach().requires_grad_(), torch.randn_like(x)
     for _ in range(3):
         torch.autograd.grad(rms_norm.rms_norm(x, weight), (x, weight), dy)
-    plan, _ = rms_norm._forward_op.planned.find((x, None, weight, 1e-6, "llama", None))
+    plan, _ = rms_norm._forward_op.plans.planned.find((x, None, weight, 1e-6, "llama", None))
     assert plan.replay is not None and all(each.replay for each in plan.gradient.planned.plans())
     other = torch.randn_like(x).requires_grad_()
     right = rms_norm.rms_norm(other, weight)

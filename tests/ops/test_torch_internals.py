@@ -22,6 +22,8 @@ GUARDED = {
     "kernels/distill_kernels/torch_internals.py": {
         *("torch._C", "torch._C._dynamo", "torch._C._functorch", "torch.utils._python_dispatch"),
     },
+    # imported by kernel_op.py, which does without where a name is missing
+    "kernels/distill_kernels/launch_plans.py": {"torch._C._dynamo.guards", "torch.utils._python_dispatch"},
     # captured only where torch has it
     "distill/models/graphs.py": {"torch._C", "torch._C._cuda_clearCublasWorkspaces"},
     # of a benchmark against one pinned release of Liger
@@ -68,6 +70,8 @@ logging.getLogger("distill_kernels").addHandler(Lines())
 """
 COMPUTE = """
 import distill_kernels as ours
+from distill_kernels.kernel_op import plan_module
+plan_module()  # as the first call on a GPU does
 x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
 w = torch.linspace(0.5, 1.5, 32).requires_grad_()
 y = ours.rms_norm(x, w)
@@ -95,7 +99,7 @@ print("PATCHED", float(loss.detach()))
 """
 # what a release may lack: how it is taken away before the kernels are imported, and a word of the line that says so
 MISSING = {
-    "guards of compiled code": ("del torch._C._dynamo.guards.TensorGuards", "dispatcher"),
+    "guards of compiled code": ("del torch._C._dynamo.guards.TensorGuards", "without plans"),
     "levels of function transforms": ("del torch._C._functorch.maybe_current_level", "dispatcher"),
     "whether a dispatch mode is on": (
         "import torch.utils._python_dispatch as d; del d.is_in_torch_dispatch_mode",
@@ -105,7 +109,7 @@ MISSING = {
     "copies of lists": ("del torch._foreach_copy_", "one by one"),
     "products of lists": ("del torch._foreach_mul", "one by one"),
     "products of fp8": ("del torch._scaled_mm", "float32"),
-    "Triton's hooks": ("import triton; del triton.knobs.runtime.__class__.launch_enter_hook", "dispatcher"),
+    "Triton's hooks": ("import triton; del triton.knobs.runtime.__class__.launch_enter_hook", "without plans"),
 }
 
 

@@ -51,8 +51,7 @@ from distill_kernels.attention.split_kv import (
     store_part,
 )
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, device_facts, launch, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 

@@ -45,8 +45,7 @@ from distill_kernels.attention.split_kv import (
     part_of_tiles,
     store_sums,
 )
-from distill_kernels.launch import INTERPRETER, cdiv, device_facts, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import INTERPRETER, cdiv, device_facts, launch, tl, triton
 from distill_kernels.operands import contiguous_rows
 
 PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs to check their end

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, launch, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 UNBOUNDED = 1 << 30  # a window no sequence reaches

@@ -18,8 +18,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.attention.operands import head_block
-from distill_kernels.launch import DeviceFacts, cdiv, next_power_of_2, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import DeviceFacts, cdiv, launch, next_power_of_2, tl, triton
 
 MERGE_COST_TILES = 3  # cost of the second kernel, in tiles of keys
 MAX_PARTS = 16

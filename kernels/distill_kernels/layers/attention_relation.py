@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows, differentiable_once
 
 MOST = 64  # tokens of a program, and of a step of its loop

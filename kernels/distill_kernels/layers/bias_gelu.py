@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.row_layout import as_rows

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, launch, next_power_of_2, tl, triton
 
 
 class SumsTile(NamedTuple):

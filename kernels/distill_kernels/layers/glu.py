@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, launch, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.row_layout import as_rows
 from distill_kernels.matmul.shared_input import gradient_slots

@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
 from distill_kernels.layers.row_layout import affine_forward_rows, as_rows, stages_that_fit, two_sums_rows

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 
 from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rms_norm_kernels import _backward_kernel, _forward_kernel
 from distill_kernels.layers.row_layout import as_rows, forward_rows, one_sum_rows, stages_that_fit

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
-from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.matmul.shared_input import GradientSlots, gradient_slots
 from distill_kernels.operands import differentiable_once
 

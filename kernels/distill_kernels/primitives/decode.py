@@ -32,8 +32,7 @@ from distill_kernels.attention.operands import (
 )
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp, check_no_gradients
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 MAX_NEW_TOKENS = 16

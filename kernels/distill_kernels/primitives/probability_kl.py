@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, device_facts, launch, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
 

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distill_kernels.kernel_op import check_tensors
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import launch
+from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows
 
 MAX_ROWS = 64

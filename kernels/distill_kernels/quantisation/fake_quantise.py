@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from distill_kernels.kernel_op import check_floats
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.launch_plans import PlannedFunction, launch
+from distill_kernels.kernel_op import ReplayedLauncher, check_floats
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.quantisation.formats import (
     check_fits,
     reference_fake_quantise,
@@ -230,8 +229,8 @@ def _launch_backward(
 
 
 # a step rounds hundreds of matrices of few shapes
-_forward = PlannedFunction(_launch_forward)
-_backward = PlannedFunction(_launch_backward)
+_forward = ReplayedLauncher(_launch_forward)
+_backward = ReplayedLauncher(_launch_backward)
 
 
 def _given_or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
