@@ -102,7 +102,6 @@ else:
 from distill_kernels.losses import projection
 from distill_kernels.losses.accumulate import WeightGradient, add_transposed_matmul_
 from distill_kernels.losses.operands import Head
-from distill_kernels.matmul import gated
 from distill_kernels.matmul.fp8 import fp8_rms_norm
 x, w, n = t(130, 64, grad=False), t(1000, 64, grad=False), torch.ones(130)
 add_transposed_matmul_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
@@ -119,8 +118,6 @@ for way in projection.projection_candidates(facts):  # what is timed there is co
         projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), hard, way)
 for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
     ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
-for activation in ("silu", "gelu", "gelu_tanh"):
-    gated._launch(x, w[:992], None, activation)
 ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000)), ours.split_k_linear(t(1, 2048), t(1000, 2048))
 ours.quantize_rows(x)
 if facts.fp8:

@@ -36,7 +36,6 @@ from distill.models.head import decoder_of, find_head, read_head
 from distill.models.patch.attention import choose_attention
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import patch, unpatch
-from distill.models.patch.teacher_layout import interleave
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from distill.training.phases import PAUSED, Phases
@@ -250,7 +249,6 @@ def join_both(teacher: nn.Module, student: nn.Module, device: torch.device) -> N
 def prepare_models(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
     """Prepare both models as `distill run` does; returns a note for the row."""
     note = patch_both(teacher, student, batch)
-    interleave(teacher)
     join_both(teacher, student, batch["input_ids"].device)
     return note
 

@@ -21,6 +21,7 @@ from distill.core.launch import processes_to_start, visible_gpus
 from distill.core.ranks import is_main_process, world_size
 from distill.models.gpu_specs import family_in
 from distill.models.patch.attention_choice import AttentionChoices
+from distill.models.patch.patching import patch
 from distill.models.sharding import Placement
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
@@ -31,7 +32,6 @@ from distill.serving.sharded import ShardedEngine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.client import TOKEN_VARIABLE, token_of
 from distill.teachers.backends.stored.identity import text_hashes
-from distill.teachers.kernels import patch_model
 from distill.teachers.load_context import load_context
 from distill.teachers.registry import source_of
 
@@ -108,7 +108,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Servi
     assert isinstance(teacher, LoadedTeacher)
     if context.device.type == "cuda" and not sharded:  # a sharded one was patched while it was sharded
         attention = AttentionChoices(recipe).of(teacher.model, "teacher")
-        report = patch_model(teacher.model, "teacher", attention)
+        report = patch(teacher.model, "teacher", attention=attention)
         console.print_lines(f"{'kernels':<12}teacher: {report}")
     teacher.quantise()
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]

@@ -5,28 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.models.gpu_specs import family_in, joins_on, path_of, runs_our_kernels
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import patch
-from distill.models.patch.swaps import PatchReport, Role
-from distill.models.patch.teacher_layout import interleave
+from distill.models.patch.swaps import Role
 from distill.models.sharding import is_sharded
 
 if TYPE_CHECKING:
     from distill.models.patch.attention_choice import AttentionChoices
     from distill.teachers.opening import ModelPair
-
-
-def patch_model(model: nn.Module, role: Role, attention: str | None) -> PatchReport:
-    """Of a teacher, the rows of the gate and up weights alternate afterwards."""
-    report = patch(model, role, attention=attention)
-    if role == "teacher":
-        report.swapped.update(interleave(model))
-    return report
 
 
 def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
@@ -42,7 +32,7 @@ def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
             continue
         role: Role = "student" if field == "student" else "teacher"
         attention = choices.of(model, role, 0 if role == "student" else number)
-        report = patch_model(model, role, attention)
+        report = patch(model, role, attention=attention)
         if is_main_process():
             console.print_lines(f"{'kernels':<12}{role}: {report}")
 

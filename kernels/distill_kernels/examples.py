@@ -25,7 +25,6 @@ from distill_kernels.losses import DIVERGENCES
 from distill_kernels.losses.policy_reference import KL_ESTIMATORS
 from distill_kernels.matmul.fp8 import fp8_rms_norm
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
-from distill_kernels.matmul.gated import gated_linear
 from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
 from distill_kernels.quantisation.formats import FORMATS
@@ -773,7 +772,6 @@ def _layers() -> dict[str, Example]:
             parameter=lambda s: floats(s.rows, s.hidden),
             gradient=lambda s: floats(s.rows, s.hidden, seed=1),
         ),
-        "gated_linear": call(gated_linear, dtypes=SIXTEEN, needs=_tiles, x=ROWS["x"], weight=two["weight"]),
         "shared_linear": call(_shared, "x weight bias", **two, bias=lambda s: floats(2 * s.hidden, seed=1)),
         "fp8_rms_norm": call(
             lambda x, weight: fp8_rms_norm(x, weight)[0].to(torch.float32), needs=_fp8_units, dtypes=SIXTEEN, **ROWS

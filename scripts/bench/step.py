@@ -71,7 +71,6 @@ def use_kernels(
     from distill.models.patch.attention import choose_attention
     from distill.models.patch.joined_projections import join_projections
     from distill.models.patch.patching import patch
-    from distill.models.patch.teacher_layout import interleave
     from distill.models.precision.fp8_student import compute_in_fp8
 
     models = (teacher, student)
@@ -82,8 +81,6 @@ def use_kernels(
         swap_linears_for_fp8(teacher)
         gc.collect()
         torch.cuda.empty_cache()
-    else:
-        interleave(teacher)
     if fp8_student:
         compute_in_fp8(student)
     for model in models if joins_on(torch.device("cuda")) else ():

@@ -3,7 +3,7 @@
 compile           plain transformers, each decoder layer and the divergence under torch.compile
 liger             Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
 distill-all-rows  ours, but the last layers also compute the rows whose outputs are masked
-distill-apart     ours without fused weights: gate and up not interleaved, no projections joined
+distill-apart     ours without joined projections
 distill-fp8       ours with the teacher's linear layers (but not its head) in fp8
 """
 

@@ -54,15 +54,6 @@ for tile in tiled.TILES:
 """,
         {"_tiled_kernel"},
     ),
-    "gate, up and activation": (
-        """
-from distill_kernels.matmul import gated
-for tile in gated.TILES:
-    gated._launch(x.detach(), w.detach()[:992], None, "silu", tile)
-gated._launch(x.detach(), w.detach()[:992], w[:992, 0].detach(), "gelu")
-""",
-        {"_tiled_kernel"},
-    ),
     "mixture of teachers": (
         """
 two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]

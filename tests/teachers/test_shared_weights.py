@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from distill_kernels.matmul.gated import MinSize
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -16,7 +15,6 @@ from distill.models.head import unwrap_peft
 from distill.models.load.shared_weights import is_shared, shared_among
 from distill.models.loading import load_teacher
 from distill.models.patch.patching import patch
-from distill.models.patch.teacher_layout import interleave
 from distill.planning.device_plan import device_plan
 from distill.planning.devices import Device
 from distill.planning.memory import step_memory
@@ -198,15 +196,6 @@ def test_weights_that_cannot_be_shared_are_not_spoken_of(workplace, overrides):
     pair = opened(*overrides)
     assert pair.sharing == ""
     assert not any(is_shared(parameter) for _, model in pair.models() for parameter in model.parameters())
-
-
-def test_a_shared_teacher_keeps_the_layout_that_the_student_saves(workplace):
-    """Interleaved rows of gate and up are views that safetensors refuses, and that the student would be saved with."""
-    smallest = MinSize(inputs=1, rows=1)
-    for override, count in ((ITSELF, 0), (COPY, 2)):
-        teacher = opened("train.precision=bfloat16", override).teacher.models["teacher"]
-        patch(teacher, "teacher", attention=None)
-        assert interleave(teacher, smallest)["interleaved"] == count
 
 
 @pytest.mark.parametrize("override", [ITSELF, AVERAGED], ids=["frozen", "averaged"])

@@ -153,7 +153,6 @@ def gated_forward(names: GatedNames, activation: str) -> Callable[..., Any]:
             return y if residual is None else residual + y
         return down_of_gated(down, gated, *parts, residual=residual)
 
-    forward.__dict__["gated"] = None if up_name is None else (*names, activation)
     return forward
 
 

@@ -18,7 +18,6 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, runs_on_triton, tl, triton
-from distill_kernels.layers.activations import activate
 from distill_kernels.operands import blocks_of, contiguous_rows, has_aligned_rows, load_block, store_block
 from distill_kernels.primitives.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
 
@@ -26,15 +25,12 @@ DEPTH = 64
 
 
 class GemmTile(NamedTuple):
-    """Rows and columns that a program makes at a time, how it is compiled, and how many blocks of rows make a group
-    that is walked through before the next; 0 for all of them.
-    """
+    """Rows and columns that a program makes at a time, and how it is compiled."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    group: int = 0
 
 
 TILES = (GemmTile(128, 256, 8, 3), GemmTile(128, 128, 4, 4), GemmTile(64, 128, 4, 4), GemmTile(64, 64, 4, 4))
@@ -73,30 +69,18 @@ def _tiled_kernel(
     N,
     K,
     HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """GATED: the activation, where gate and up are in turn the columns of the product; see gated.py."""
     row_blocks = tl.cdiv(M, BLOCK_M)
     steps = tl.cdiv(K, BLOCK_K)
     # Tiles of y are numbered, and a program takes every num_programs-th. Flattened, the two loops are one pipeline: the
     # next tile's first loads are under way while this one is stored.
     for t in tl.range(tl.program_id(0), row_blocks * tl.cdiv(N, BLOCK_N), tl.num_programs(0), flatten=True):
-        if GROUP:
-            # GROUP blocks of rows are walked through before the next; in a group rows are fastest. The last may have
-            # fewer.
-            group = GROUP * tl.cdiv(N, BLOCK_N)  # tiles of it
-            first = t // group * GROUP
-            size = tl.minimum(row_blocks - first, GROUP)
-            row = (first + t % group % size) * BLOCK_M
-            column = t % group // size * BLOCK_N
-        else:
-            row = t % row_blocks * BLOCK_M
-            column = t // row_blocks * BLOCK_N
+        row = t % row_blocks * BLOCK_M
+        column = t // row_blocks * BLOCK_N
         # fp32 over the whole inner dimension: one program has it all, and rounds once.
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
@@ -107,33 +91,22 @@ def _tiled_kernel(
         if HAS_BIAS:
             n = column + tl.arange(0, BLOCK_N)
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if GATED != "":
-            # Gate and up are neighbours in the tile, so that the activation joins them in registers; y is half as wide.
-            gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-            store_block(y_blocks, activate(gate, GATED) * up, row, column // 2, TMA)
-        else:
-            store_block(y_blocks, total, row, column, TMA)
+        store_block(y_blocks, total, row, column, TMA)
 
 
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: GemmTile | None = None
 ) -> torch.Tensor:
+    """Return x [M, K] times weight [N, K] in such tiles: [M, N]."""
     if not runs_on_triton(x):
         return reference_split_k_linear(x, weight, bias)
-    return launch_tiles(x, weight, bias, tile or choose_tile(x.shape[0], weight.shape[0], device_facts(x.device)))
-
-
-def launch_tiles(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: GemmTile, activation: str = ""
-) -> torch.Tensor:
-    """x [M, K] times weight [N, K] in such tiles: [M, N], or [M, N / 2] where an activation joins columns in pairs."""
     rows, inputs = x.shape
     outputs = weight.shape[0]
-    pair = 2 if activation else 1
-    y = torch.empty(rows, outputs // pair, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
     facts = device_facts(x.device)
+    tile = tile or choose_tile(rows, outputs, facts)
     # TMA takes rows that start at multiples of 16 bytes; others are copied.
     x = x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
     weight = weight if has_aligned_rows(weight) else weight.clone(memory_format=torch.contiguous_format)
@@ -143,17 +116,15 @@ def launch_tiles(
         (programs,),
         blocks_of(x, tile.rows, DEPTH, facts.tma),
         blocks_of(weight, tile.columns, DEPTH, facts.tma),
-        blocks_of(y, tile.rows, tile.columns // pair, facts.tma),
+        blocks_of(y, tile.rows, tile.columns, facts.tma),
         contiguous_rows(bias),
         rows,
         outputs,
         inputs,
         HAS_BIAS=bias is not None,
-        GATED=activation,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=DEPTH,
-        GROUP=tile.group,
         TMA=facts.tma,
         num_warps=tile.warps,
         num_stages=tile.stages,
