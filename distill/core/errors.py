@@ -35,6 +35,7 @@ EXPECTED = {
     "invalid_key": "text as a key",
 }
 
+UNION_MEMBER = re.compile(r"(literal|list)\[")  # how pydantic names members of a union that have no field `type`
 BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
 DISK = {
     errno.ENOSPC: "the disk is full",
@@ -172,8 +173,18 @@ ReadNames = Callable[[], FieldNames]
 
 def explain(error: ValidationError, model: type[BaseModel], names: ReadNames) -> list[str]:
     """Return one line for each error that pydantic found in data for `model`; `names` is called where it is needed."""
-    lines = [_line(fault, model, names) for fault in error.errors(include_url=False)]
+    lines = [_line(fault, model, names) for fault in error.errors(include_url=False) if not _of_unmeant_member(fault)]
     return list(dict.fromkeys(lines))
+
+
+def _of_unmeant_member(fault: ErrorDetails) -> bool:
+    """Return whether it is a complaint of that member of `word | list` which the value was not meant for."""
+    members = [part for part in fault["loc"] if isinstance(part, str) and UNION_MEMBER.match(part)]
+    if not members:
+        return False
+    if isinstance(fault["input"], list):
+        return fault["type"] == "literal_error"
+    return fault["type"] == "list_type" and isinstance(fault["input"], str)
 
 
 def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: ReadNames) -> str:
@@ -329,7 +340,7 @@ class _Place(NamedTuple):
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Place:
     """Return the place of a fault in data for `model`.
 
-    pydantic adds parts of its own (the `type` of a union's member, `[key]`), neither an index nor a field.
+    pydantic adds parts of its own (the `type` of a union's member, `[key]`, `list[int]`), neither an index nor a field.
     """
     place = _Place([], [model], "", [])
     for position, part in enumerate(loc):
@@ -342,6 +353,8 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Place:
             place = _Place(place.path, members, part, place.sections)
         elif part in fields and position < len(loc) - 1:
             place = _Place([*place.path, part], _sections(fields[part].annotation), "", [])
+        elif UNION_MEMBER.match(part):
+            continue
         elif position == len(loc) - 1 or not place.sections:
             place.path.append(part)
     return place

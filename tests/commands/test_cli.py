@@ -127,36 +127,6 @@ def test_completion_offers_recipes(folder):
 # ------------------------------------------------------------------------------------------------------------ mistakes
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        (["validate", "absent.yaml"], "'absent.yaml': no such recipe file, nor a shipped recipe"),
-        (["validate", "quikstart"], "did you mean quickstart?"),
-        (["validate", "."], "no such recipe file"),
-        (["validate", "mine.yaml", "train.stepz=1"], "train.stepz: unknown field; did you mean steps?"),
-        (["validate", "mine.yaml", "loss.temperature=0"], "loss.temperature: expected a number above 0"),
-        (
-            ["validate", "mine.yaml", "student.init=random", "student.config=lama-3.2-1b"],
-            "student.config: expected a config.json, a folder with one, or a shipped architecture, got 'lama-3.2-1b'; "
-            "did you mean llama-3.2-1b?",
-        ),
-        (["run", "mine.yaml", "--name", "../x"], "--name: expected 1 to 100 letters, digits"),
-        (["run", "mine.yaml", "--resume"], "--resume: no run of mine in runs to resume"),
-        (["run", "mine.yaml", "--resume", "--name", "x"], "--resume: runs/x holds no run to resume"),
-        (["run"], "Missing argument 'RECIPE'. (see distill run --help)"),
-        (["run", "mine.yaml", "--lr", "3"], "No such option: --lr"),
-        (["train"], "No such command 'train'."),
-        (["recipes", "copy", "quickstart", "mine.yaml"], "mine.yaml: exists already"),
-    ],
-)
-def test_a_mistake_gets_one_line_and_exit_code_2(arguments, expected, folder, fake_run, capsys):
-    assert run_command(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("distill: ") and expected in captured.err
-    assert not fake_run.calls and not Path("runs").exists()
-
-
 def test_exit_codes_of_the_installed_command():
     result = distill("validate", "recipes/quickstart.yaml", "train.steps=0")
     assert result.returncode == 2 and result.stdout == ""

@@ -85,12 +85,6 @@ def test_ctrl_c_is_130_without_a_trace(name, capsys, monkeypatch):
     assert "Traceback" not in captured.err and captured.out == ""
 
 
-def test_a_users_mistake_is_2(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(["report", "x"]) == 2
-    assert capsys.readouterr().err.startswith("distill: 'x': no such run") and not list(tmp_path.iterdir())
-
-
 def test_a_bug_keeps_its_trace(capsys, fault, tmp_path):
     def fails(*args, **kwargs):
         raise RuntimeError("a bug\nof two lines")

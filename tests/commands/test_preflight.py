@@ -394,21 +394,6 @@ def test_a_run_that_cannot_work_has_exit_code_1(arguments, problem, workplace, c
     assert f"PROBLEM {problem}" in out and "verdict" not in out
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--gpu", "H1000"], "did you mean h100?"),
-        (["train.tokens_per_step=100"], "train.tokens_per_step: expected a multiple"),
-        (["student.from_teacher.layers=9"], "student.from_teacher.layers: expected 1 to 4"),
-        (["teacher={init: random, config: llama-9}"], "teacher.config"),
-    ],
-)
-def test_a_mistake_has_exit_code_2(arguments, message, workplace, capsys):
-    assert run_command(["check", "mine.yaml", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
 def test_probe_needs_a_gpu(workplace, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_command(["check", "mine.yaml", "--probe"]) == 2

@@ -1,4 +1,4 @@
-"""Data that lies, through `distill run` itself: counted and reported, or refused in one line; never a stack trace.
+"""Data that lies, through `distill run` itself: counted and reported; what is refused is in tests/refusals/rows.yaml.
 
 An exception that the command lets through fails the test by itself; what is held here is the exit code, how many lines
 are on standard error and what they and the report say. Every run that goes on must end with a student.
@@ -203,98 +203,6 @@ def test_nulls_and_empty_texts_of_a_parquet_file_are_counted(workplace, capsys):
     pyarrow.parquet.write_table(table, workplace / "a.parquet")
     assert distil(workplace, "a.parquet", (workplace / "a.parquet").read_bytes()) == 0
     assert dropped(capsys.readouterr().out) == {"null": 1, "empty": 1}
-
-
-# ------------------------------------------------------------------ data of no use: one line, exit code 2, no run
-
-NOTHING = lines([{"text": ""}, {"text": None}])
-
-
-@pytest.mark.parametrize(
-    "name, content, expected",
-    [
-        ("a.jsonl", b"", "data.source: a.jsonl has no usable rows: it is empty"),
-        ("a.jsonl", b"\n \n", "it is empty"),
-        ("a.jsonl", NOTHING, "no trainable tokens in a.jsonl: 2 rows read, 2 dropped: 1 empty"),
-        ("a.jsonl", lines(GOOD[:1]), "data.validation: expected at least two documents to hold one out"),
-        (
-            "a.jsonl",
-            "é".join(row["text"] for row in GOOD).encode("utf-16"),
-            "a.jsonl is UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 a.jsonl > utf8-a.jsonl",
-        ),
-        ("a.jsonl", lines([{"messages": TURNS[:1]}] * 3), "3 no assistant turn"),
-        ("a.jsonl", lines([{"x": 1, "y": 2}]), "data.fields: expected a column text"),
-        ("a.json", b'[{"text": "a"}, {"text"', "data.source: a.json is not valid JSON"),
-        ("a.json", DEEP.encode(), "data.source: a.json is not valid JSON"),
-        ("a.json", b'[{"text": ' + DIGITS.encode() + b"}]", "data.source: a.json is not valid JSON"),
-        ("a.json", b"7", "expected a list of objects; got int"),
-        ("a.csv", b"text\n", "it is empty"),
-        ("a.csv", b"text,text\na,b\n", "two columns called 'text'"),
-        ("a.txt", bytes(range(256)) * 40, "convert the file to UTF-8"),
-        ("a.txt", b"", "no trainable tokens"),
-        ("a.csv", "prompt,completion\na,b\n".encode("utf-16"), "a.csv is UTF-16, expected UTF-8; convert it: iconv"),
-        (
-            "a.txt",
-            "no mark ".encode("utf-16-be") * 99,
-            "a.txt is UTF-16BE, expected UTF-8; convert it: iconv -f UTF-16BE",
-        ),
-        (
-            "a.jsonl.gz",
-            gzip.compress("{}".encode("utf-32"), mtime=0),
-            "UTF-32, expected UTF-8; convert it: zcat a.jsonl.gz | iconv",
-        ),
-        (
-            "a.csv",
-            b"prompt;completion\nWhy, then?;So, and so.\n" * 9,
-            "a.csv separates its columns by semicolons, expected commas; save it with commas",
-        ),
-        (
-            "a.csv",
-            b"prompt\tanswer\nWhy?\tSo.\n" * 9,
-            "separates its columns by tabs, expected commas; name the file .tsv",
-        ),
-        (
-            "a.tsv",
-            b"prompt,answer\nWhy?,So.\n" * 9,
-            "separates its columns by commas, expected tabs; name the file .csv",
-        ),
-        ("a.txt", bytes(9999), "convert the file to UTF-8"),
-        ("a.parquet", b"PAR1 cut", "a.parquet cannot be read as parquet"),
-        ("a.jsonl.gz", b"no gzip", "file breaks off"),
-        ("a.exe", b"MZ", "expected a file of .json"),
-    ],
-)
-def test_data_of_no_use(workplace, name, content, expected, capsys):
-    assert distil(workplace, name, content) == 2
-    out, err = capsys.readouterr()
-    assert out in ("", f"reading     {name}\n"), "the line of what was being done, or nothing"
-    assert err.startswith("distill: ") and err.count("\n") == 1, err
-    assert expected in err and not (workplace / "runs").exists()
-
-
-# ------------------------------------------------------------------ templates
-
-
-@pytest.mark.parametrize(
-    "template, expected",
-    [
-        ("{% for %}", "not a valid Jinja template"),
-        ("{{ 1 // 0 }}", "4 the chat template refuses the row (row 1: integer division"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "4 the chat template refuses the row (row 1: Range too big"),
-        ("{{ messages[99].content }}", "4 the chat template refuses the row"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "4 the chat template refuses the row"),
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "4 the assistant's text cannot be located in",
-        ),
-        ("always the same", "data.chat_template: user: not rendered by the chat template t.jinja; 4 of 4 rows"),
-    ],
-)
-def test_templates_that_cannot_work(workplace, template, expected, capsys):
-    (workplace / "t.jinja").write_text(template)
-    assert distil(workplace, "a.jsonl", lines([{"messages": TURNS}] * 4), "data.chat_template=t.jinja") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("distill: data.") and err.count("\n") == 1 and expected in err, err
 
 
 def test_what_is_not_read_is_said_by_the_run_and_its_result(workplace, capsys):

@@ -10,7 +10,7 @@ from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.generation.documents import documents_of
-from distill.recipe import RecipeError, parse
+from distill.recipe import parse
 from distill.run import run
 from distill.training import rollout_files
 from distill.training.progress import read_metrics
@@ -77,14 +77,3 @@ def test_a_run_on_prompts_and_another_on_its_stored_rollouts(workplace):
     found = prompts_of(recipe, tiny_tokenizer())
     assert sorted(found) == sorted(row["prompt_ids"] for row in stored)
     assert run(recipe, name="second").steps == 2
-
-
-def test_missing_requirements_of_prompts_are_reported(workplace):
-    for override in ("data.on_policy=null", "data.on_policy.fraction=0.5"):
-        with pytest.raises(RecipeError, match=r"data.format: prompts have no answers .* fraction 1"):
-            parse(RECIPE, [override])
-    with pytest.raises(ValueError, match=r"data.validation.source: the data are prompts"):
-        load_data(parse(RECIPE, ["data.validation.source=null"]).data, tiny_tokenizer(), seed=0)
-    Path("other.jsonl").write_text('{"a": "b", "c": "d"}\n')
-    with pytest.raises(ValueError, match=r"data.fields: expected a column prompt, or a column messages"):
-        load_data(parse(RECIPE, ["data.source=other.jsonl"]).data, tiny_tokenizer(), seed=0)

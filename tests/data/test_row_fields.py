@@ -118,22 +118,6 @@ def test_columns_that_only_later_rows_have_are_read_or_stop_the_run(tmp_path):
         loaded(tmp_path, [*pairs(300), *pairs(40, choices=["a", "b"])])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"system": "sys"}, r"data\.fields\.system: no column 'sys'; the columns are"),
-        (
-            {"messages": "chat", "context": "documents"},
-            r"data\.fields\.context: the column 'documents' cannot be read in",
-        ),
-    ],
-)
-def test_mapped_columns_that_cannot_be_read_are_refused(tmp_path, fields, message):
-    rows = [{"chat": row["messages"], "documents": "x"} for row in chats({"role": "assistant", "content": "Yes."})]
-    with pytest.raises(ValueError, match=message):
-        loaded(tmp_path, rows, fields=fields)
-
-
 def test_what_only_the_teacher_reads_is_not_read_by_the_student(tmp_path):
     from distill.recipe import Context
     from distill.recipe.teachers import TeacherPrompt

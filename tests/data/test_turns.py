@@ -19,7 +19,7 @@ from distill.generation.engines import settings_for
 from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
 from distill.models.patch.attention import keep_soft_cap, use_fused_attention
-from distill.recipe import RecipeError, parse
+from distill.recipe import parse
 from distill.run import run
 from distill.training.block_sampler import BlockSampler
 from distill.training.progress import read_metrics
@@ -241,8 +241,3 @@ def test_a_rollout_ends_at_its_tool_call(tmp_path):
     ended = [tokens for tokens, cut in zip(answers.tokens, answers.truncated, strict=True) if not cut]
     assert {tokens[-1] for tokens in ended} == {calls, words}
     assert not any({calls, words} & set(tokens[:-1]) for tokens in answers.tokens)
-
-
-def test_one_turn_alone_and_all_do_not_go_together():
-    with pytest.raises(RecipeError, match=r"data.on_policy.turns: all answers every turn: .* got last"):
-        parse(RECIPE, ["data.train_on=last"])

@@ -170,24 +170,6 @@ def test_a_run_with_a_plugin_equals_one_with_our_term(workplace, capsys):
     assert not (workplace / "runs/third").exists()
 
 
-@pytest.mark.parametrize(
-    "text, overrides, message",
-    [
-        (PLUGIN, ["loss.terms.0.type=own_k"], "expected a built-in type or a function of mine.py (own_cross_e"),
-        ("TERMS = {'own_kl': 3}", [], "expected TERMS, a dict of functions by name"),
-        ("TERMS = {", [], "SyntaxError"),
-        ("raise KeyError('x')", [], "KeyError"),
-        (None, [], "--plugin mine.py: cannot be read"),
-    ],
-)
-def test_faults_of_a_plugin_are_one_line(workplace, capsys, text, overrides, message):
-    (workplace / "mine.py").unlink() if text is None else (workplace / "mine.py").write_text(text)
-    assert cli.run_command(["run", "r.yaml", *overrides, "--plugin", "mine.py"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and len(error.splitlines()) == 1
-    assert not (workplace / "runs").exists()
-
-
 def test_without_a_plugin_a_strange_type_is_a_mistake(workplace, capsys):
     assert cli.run_command(["validate", "r.yaml"]) == 2
     assert "unknown type 'own_kl'" in capsys.readouterr().err

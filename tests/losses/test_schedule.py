@@ -142,31 +142,6 @@ def test_figures_do_not_follow_the_weight(workplace):
             assert math.isclose(row[name], other[name], rel_tol=1e-4), (row["step"], name)
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{setting: terms.0.weight, steps: [0, 5], values: [1]}", "expected as many values as steps, got 1 and 2"),
-        ("{setting: terms.0.weight, steps: [5, 0], values: [1, 0]}", "steps: expected rising numbers"),
-        ("{setting: terms.0.beta, steps: [0], values: [1]}", "of a term that has it"),
-        ("{setting: terms.9.weight, steps: [0], values: [1]}", "of a term that has it"),
-        ("{setting: z_loss, steps: [0], values: [1]}", "expected temperature, or weight"),
-        ("{setting: terms.1.beta, steps: [0, 9], values: [0, 1.5]}", "1.5 is no beta"),
-        ("{setting: temperature, steps: [0], values: [0]}", "0 is no temperature"),
-        ("{setting: terms.0.weight, steps: [0], values: [-1]}", "expected a number at least 0, got -1"),
-        ("{setting: temperature, steps: [0], values: [1]}, {setting: temperature, steps: [1], values: [1]}", "twice"),
-        (
-            "{setting: terms.0.weight, steps: [3], values: [0]}, {setting: terms.1.weight, steps: [0, 3], "
-            "values: [1, 0]}",
-            "every term has weight 0 in step 3",
-        ),
-    ],
-)
-def test_bad_schedules_are_one_line(line, message):
-    with pytest.raises(RecipeError) as error:
-        recipe_of(line)
-    assert len(error.value.faults) == 1 and message in str(error.value), str(error.value)
-
-
 def test_a_served_teacher_is_queried_in_every_step():
     fading = "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}"
     fading += ", {setting: terms.1.weight, steps: [0], values: [0]}"

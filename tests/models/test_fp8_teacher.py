@@ -22,7 +22,7 @@ from distill.models.loading import load_teacher
 from distill.models.patch import recognition
 from distill.models.patch.patching import patch
 from distill.models.quantised_checkpoints import is_quantised
-from distill.recipe import LocalTeacherConfig, RecipeError, parse
+from distill.recipe import LocalTeacherConfig, parse
 from distill.teachers.backends.fp8 import Before, Fp8Teacher, fp8_offers, quantise_and_measure
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
@@ -137,13 +137,6 @@ def test_training_continues_with_the_quantised_teacher():
     assert loss.item() != exact and abs(loss.item() - exact) < 0.2 * exact
     assert student.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
     assert line.startswith("fp8") and f"beside KL(teacher, student) {exact:.4f}" in line
-
-
-def test_fp8_is_for_teachers():
-    text = "teacher: {model: a, dtype: fp8}\nstudent: {model: b%s}\ndata: {source: c}\ntrain: {steps: 1}\n"
-    assert parse(text % "").teacher.dtype == "fp8"
-    with pytest.raises(RecipeError, match="fp8 is for teachers"):
-        parse(text % ", dtype: fp8")
 
 
 @pytest.mark.parametrize(

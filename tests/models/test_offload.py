@@ -17,7 +17,7 @@ from distill.models.load.fingerprint import fingerprint
 from distill.models.loading import load_student, load_teacher
 from distill.models.patch.patching import patch, unpatch
 from distill.models.precision.offload import offload_layers
-from distill.recipe import LocalTeacherConfig, RecipeError, Student
+from distill.recipe import LocalTeacherConfig, Student
 from distill.run import run
 from distill.training.error_translation import out_of_memory
 from distill.training.trainer import DistillationTrainer
@@ -293,21 +293,6 @@ def test_what_cannot_be_offloaded_is_refused():
     model.model.layers = torch.nn.Sequential(*model.model.layers)
     with pytest.raises(ValueError, match=r"teacher\.offload: LlamaForCausalLM has no list of decoder layers"):
         offload_layers(model, CPU)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["teacher={model: t, offload: cpu, dtype: fp8}"], "offload: cpu works with weights in 16 or 32 bits"),
-        (["teacher={model: t, offload: cpu, dtype: int8}"], "offload: cpu works with weights in 16 or 32 bits"),
-        (["teacher={type: cache, path: c, offload: cpu}"], "offload: belongs to type: model or student"),
-        (["teacher.offload=cpu", "parallel.teacher=sharded"], "two ways of holding the same weights"),
-        (["teacher.offload=disk"], "cpu"),
-    ],
-)
-def test_a_recipe_that_cannot_be_is_refused(overrides, message):
-    with pytest.raises(RecipeError, match=message):
-        recipe(*overrides)
 
 
 def test_a_loaded_section_is_offloaded_with_its_adapter_merged(tmp_path):

@@ -27,7 +27,7 @@ from distill.models.patch.patching import patch
 from distill.models.quantised_checkpoints import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.planning.devices import find_device
 from distill.planning.preflight import check_run
-from distill.recipe import LocalTeacherConfig, RecipeError, Student, load
+from distill.recipe import LocalTeacherConfig, Student, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
 from distill.training.trainer import DistillationTrainer
@@ -231,28 +231,6 @@ def test_int8_leaves_out_the_head_by_what_it_is(monkeypatch):
         kept = get_keys_to_not_convert(tiny_model(tie=tie))
         assert not should_convert_module("lm_head", kept)
         assert should_convert_module("model.layers.0.mlp.gate_proj", kept)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["teacher={model: t, dtype: int8, adapter: a}", "student={model: s}"],
-            "cannot be merged into weights in int8",
-        ),
-        (["teacher={init: random, config: c, dtype: int8}", "student={model: s}"], "init: random reads none"),
-        (["teacher.dtype=int8"], r"student\.from_teacher: requires a teacher.s weights in floating point"),
-        (
-            ["teacher.dtype=int8", "student={model: s}", "parallel.teacher=sharded"],
-            "sharded: requires a teacher.s weights in floating point",
-        ),
-        (["student={model: s, dtype: int8}"], "int8 is for teachers"),
-        (["teacher={type: cache, path: c, dtype: int8}"], "int8 has no meaning with type: cache"),
-    ],
-)
-def test_a_recipe_that_cannot_be_is_refused(overrides, message):
-    with pytest.raises(RecipeError, match=message):
-        run_recipe(*overrides)
 
 
 # ---------------------------------------------------------------- what check says

@@ -25,7 +25,7 @@ from distill.models.patch.patching import patch
 from distill.models.precision.quantised_adapters import AdaptedMatrix, use_merged
 from distill.models.precision.quantised_formats import formats_of, read_saved
 from distill.models.precision.quantised_student import quantise_student
-from distill.recipe import Lora, RecipeError, parse
+from distill.recipe import Lora, parse
 from distill.recipe.quantise import Quantise
 from distill.run import run
 
@@ -260,34 +260,6 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, seed in (("teacher", 1), ("student", 2)):
         tiny_model(seed=seed, hidden=64).config.save_pretrained(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (["student.lora={r: 4, dropout: 0.1}"], "lora.dropout: .* expected 0.0 with quantise, got 0.1"),
-        (["student.lora={head: true}"], "lora.head: .* expected False with quantise, got True"),
-        (
-            ["student.lora={r: 4}", "parallel.strategy=fsdp"],
-            r"student\.quantise with student\.lora: requires a student that each process holds whole; got parallel",
-        ),
-        (["student.dtype=bfloat16"], "expected dtype: auto or float32, got bfloat16"),
-        (["student.quantise.format=q5_1"], "q4_0"),
-        (
-            ["student.quantise.format=q4_k", "student.quantise.scales=absmax"],
-            "scales: expected learned with q4_k, whose scales are searched, got absmax",
-        ),
-        (
-            ["student.quantise.embeddings=int8"],
-            "embeddings: expected keep or a format of the same file as q4_0, got int8",
-        ),
-        (["student.quantise.format=int8", "student.quantise.head=int8"], "whose readers quantise linear layers alone"),
-        (["student.quantise.start=gptq", "student.quantise.scales=absmax"], "expected scales: learned, got absmax"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(RecipeError, match=message):
-        parse(RECIPE, settings)
 
 
 def check_student(folder):

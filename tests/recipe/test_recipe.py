@@ -79,85 +79,6 @@ def test_recipes_cannot_be_changed():
         parse(MINIMAL).train.steps = 3
 
 
-@pytest.mark.parametrize(
-    "override, expected",
-    [
-        ("train.step=3", "my.yaml: train.step: unknown field; did you mean steps?"),
-        ("trian.lr=3", "my.yaml: trian: unknown field; did you mean train?"),
-        ("loss.terms.0.wieght=3", "my.yaml: loss.terms.0.wieght: unknown field; did you mean weight?"),
-        ("student.lora.rank=8", "my.yaml: student.lora.rank: unknown field; did you mean student.lora.r?"),
-        ("student.lora.size=8", "my.yaml: student.lora.size: unknown field; known: r, alpha, dropout, targets, head"),
-        ("loss.terms.0.type=forward-kl", "my.yaml: loss.terms.0: unknown type 'forward-kl'; did you mean forward_kl?"),
-        ("loss.terms.0.beta=0.5", "my.yaml: loss.terms.0.beta: belongs to type: jsd; got type: forward_kl"),
-        ("train.steps=ten", "my.yaml: train.steps: expected a whole number, got 'ten'"),
-        ("train.steps=1.5", "my.yaml: train.steps: expected a whole number, got 1.5"),
-        ("train.steps=true", "my.yaml: train.steps: expected a whole number, got true"),
-        ("train.steps=0", "my.yaml: train.steps: expected a number at least 1, got 0"),
-        ("train.learning_rate=.nan", "my.yaml: train.learning_rate: expected a finite number, got nan"),
-        ("train.learning_rate=.inf", "my.yaml: train.learning_rate: expected a finite number, got inf"),
-        ("train.warmup=1.5", "a whole number of steps, or a fraction of all steps between 0 and 1, got 1.5"),
-        ("train.warmup=-1", "a whole number of steps, or a fraction of all steps between 0 and 1, got -1"),
-        ("loss.temperature=0", "my.yaml: loss.temperature: expected a number above 0, got 0"),
-        ("loss.temperature=-1.5", "my.yaml: loss.temperature: expected a number above 0, got -1.5"),
-        ("train.schedule=cosin", "got 'cosin'; did you mean cosine?"),
-        ("train.device=gpu", "my.yaml: train.device: expected one of auto, cpu, cuda, got 'gpu'"),
-        ("teacher.model=7", "my.yaml: teacher.model: expected text (put it in quotes), got 7"),
-        ("teacher.model=", "my.yaml: teacher.model is missing: a hub id, a local folder"),
-        ("teacher=big", "expected a section of key: value lines, got 'big'; as in teacher: {model: big}"),
-        ("teacher.init=random", "my.yaml: teacher.init: random needs config"),
-        ("train.epochs=2", None),
-        ("data.packing=yes", "my.yaml: data.packing: expected true or false, got 'yes'"),
-        ("data.max_length=1", "my.yaml: data.max_length: expected a number at least 2, got 1"),
-        ("data.validation.fraction=1", "my.yaml: data.validation.fraction: expected a number below 1, got 1"),
-        ("student.from_teacher={layers: 3, keep: [1]}", "give exactly one of layers"),
-        ("student.from_teacher.keep=[3, 1]", "my.yaml: student.from_teacher: expected keep to be an ascending list"),
-        (
-            "student.lora.targets=[]",
-            "my.yaml: student.lora.targets: expected text or a list of texts, got a list of 0",
-        ),
-        ("student.lora.dropout=1", "my.yaml: student.lora.dropout: expected a number below 1, got 1"),
-        ("loss.terms=[]", "my.yaml: loss.terms: expected a list of at least 1, got a list of 0"),
-        ("loss.terms=[{weight: 1}]", "my.yaml: loss.terms.0: type is missing; known: forward_kl, reverse_kl"),
-        ("loss.terms.0.weight=-1", "my.yaml: loss.terms.0.weight: expected a number at least 0, got -1"),
-        ("loss.terms.0.weight=0", "my.yaml: loss: every term has weight 0"),
-        ("loss.label_smoothing=0.1", "my.yaml: loss.label_smoothing belongs to the cross_entropy term"),
-        ("loss.z_loss=1e-4", "my.yaml: loss.z_loss belongs to the cross_entropy term"),
-        ("train.tokens_per_step=100", "train.batch_size 1 x data.max_length 1024 = 1024; got 100"),
-        ("train.arguments.learning_rate=1", "arguments.learning_rate is set by train.learning_rate; set it there"),
-        ("train.arguments=[1]", "my.yaml: train.arguments: expected a section of key: value lines, got a list of 1"),
-        ("train.report_to=[1]", "my.yaml: train.report_to.0: expected text (put it in quotes), got 1"),
-        ("name=a/b", "my.yaml: name: expected letters, digits"),
-        ("name=..", "my.yaml: name: expected letters, digits"),
-        ("train.steps" + "=1" + "0" * 40, "got a number of more than 30 digits"),
-        ("teacher.offload=gpu", "my.yaml: teacher.offload: expected one of cpu, got 'gpu'"),
-        ("train.cuda_graph=yess", "my.yaml: train.cuda_graph: expected one of auto, true, false, got 'yess'"),
-        ("teacher.fp8_skip=[x]", "my.yaml: teacher.fp8_skip.0: expected a decoder layer, such as 29, or a module"),
-        (
-            "data.on_policy={environment: dice.py}",
-            "expected FILE.py:FUNCTION, such as rewards.py:exact_match, got 'dice.py'",
-        ),
-        ("teacher.type=plugin", "my.yaml: teacher.backend is missing: name under which an installed package"),
-        ("teacher.backend=mine", "my.yaml: teacher.backend: belongs to type: plugin; got type: model"),
-        ("teacher.url=http://x", "my.yaml: teacher.url: belongs to type: server; got type: model"),
-        ("teacher.ema=0.9", "my.yaml: teacher.ema: belongs to type: student; got type: model"),
-        ("data.source=", "my.yaml: data.source: expected text, got null"),
-        ("loss.terms=[{type: policy_gradient}]", "without top_k, top_p and min_p; got no data.on_policy"),
-        ("train.log_every", "expected an override key.sub=value"),
-        ("=3", "expected an override key.sub=value"),
-        ("train..steps=3", "expected an override key.sub=value"),
-        ("train.steps=[", "override train.steps: not valid YAML"),
-        ("train.steps.x=1", "train.steps.x: train.steps is 10, not a section"),
-        ("loss.terms.2.weight=1", "loss.terms.2.weight: loss.terms is a list of 2, numbered from 0; got 2"),
-        ("loss.terms.first.weight=1", "loss.terms is a list of 2, numbered from 0; got first"),
-    ],
-)
-def test_each_mistake_is_answered_in_one_line(override, expected):
-    if expected is None:
-        parse(MINIMAL, [override])
-    else:
-        assert expected in fault(MINIMAL, override)
-
-
 @pytest.mark.parametrize("name", ["alpha", "kd_ratio", "ce_weight", "lambda"])
 def test_trade_off_knobs_are_refused_with_the_reason(name):
     line = fault(MINIMAL, f"loss.{name}=0.5")
@@ -173,29 +94,12 @@ def test_one_teacher_or_several():
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("", "expected sections such as teacher:, student:, data: and train:, got null"),
-        ("- a", "got a list of 1"),
-        ("hello", "got 'hello'"),
-        ("a: [1", "not valid YAML (line 1, column"),
-        ("a: 1\nb: 2\na: 3", "not valid YAML (line 3, column 1): the key a comes twice"),
-        ("a: &x [1]\nb: *x", "anchors and aliases (& and *) are not supported"),
-        ("a: &x [*x]", "anchors and aliases (& and *) are not supported"),
-        ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
-        ("a: !!timestamp 2024-99-99", "not valid YAML: month must be in 1..12"),
-        ("a: !!int x", "not valid YAML"),
-        ("a: !!binary aGVsbG8=", "got bytes"),
-        ("1: 2", "keys must be text, got 1"),
-        ('a: "\\ud800"', "surrogates not allowed"),
-        ('"\\ud800": a', "surrogates not allowed"),
-        ("? [a]\n: b", "not valid YAML"),
         ("a: " + "[" * 5000, "nested too deeply"),
         ("a: " + "[" * 40 + "]" * 40, "nested too deeply"),
-        ("a: '\\x00'\n\x00", "not valid YAML"),
-        ("a: 1\n---\nb: 2", "not valid YAML"),
         ("x" * (1 << 21), "are too many for a recipe"),
     ],
 )
-def test_what_is_not_a_recipe_at_all(text, expected):
+def test_texts_too_large_or_deep_are_refused(text, expected):
     line = fault(text)
     assert line.startswith("my.yaml: ") and expected in line
 

@@ -79,13 +79,6 @@ def test_members_of_several_teachers_are_read_too(lines):
     assert lines() == ["teacher.keep is now teacher.online_cache; the former name is read until 1.0"]
 
 
-def test_both_names_of_a_setting_are_refused():
-    with pytest.raises(RecipeError, match=r"teacher\.keep: is the former name of teacher\.online_cache"):
-        recipe(", keep: k, online_cache: k")
-    with pytest.raises(RecipeError, match=r"data\.on_policy\.ahead: is the former name"):
-        recipe(overrides=["data.on_policy={ahead: 1, max_staleness: 1}"])
-
-
 def tree_with(setting, value):
     """Return the tree of a recipe that sets nothing but `setting`, given as `section.name`."""
     for part in reversed(setting.split(".")):

@@ -27,7 +27,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.plugin import allowed_plugin
 from distill.objectives.policy_gradient import SampledTokenLoss
 from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
-from distill.recipe import RecipeError, parse
+from distill.recipe import parse
 from distill.recipe.loss import Loss
 from distill.run import run
 from distill.training.progress import read_metrics
@@ -352,24 +352,6 @@ def test_code_runs_only_where_it_was_allowed(workplace):
             allowed_plugin(parse(RUN).loss, path)
     (workplace / "mine.py").write_text("raise SystemExit('this process runs it')")
     assert allowed_plugin(recipe_of().loss, workplace / "mine.py").terms == {}
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["data.on_policy.samples=1"], "data.on_policy.samples: expected 2 or more with a reward"),
-        (["loss.terms.1.reward=mine"], "loss.terms.1"),
-        (["loss.terms.1.reward=null"], "teacher_weight: expected a number above 0 without a reward"),
-        (["data.on_policy=null"], "policy_gradient needs tokens sampled from the student's distribution"),
-        (
-            ["loss.terms=[{type: policy_gradient, reward: 'a.py:b'}, {type: policy_gradient, reward: 'a.py:c'}]"],
-            "one reward at most",
-        ),
-    ],
-)
-def test_recipes_that_cannot_work_are_refused(overrides, message):
-    with pytest.raises(RecipeError, match=message):
-        parse(RUN, overrides)
 
 
 if __name__ == "__main__":  # one of two processes

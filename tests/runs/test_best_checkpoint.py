@@ -204,21 +204,6 @@ def test_each_stage_keeps_its_own_best(workplace):
         assert same(weights_of(folder / "student"), weights_of(folder / f"checkpoint-{best['step']}"))
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["train.keep_best=kll"], "train.keep_best: expected a held-out figure, loss, kl"),
-        (["train.eval_every=null"], "keep_best: kl is a held-out figure: expected eval_every, got none"),
-        (["train.keep_best=null", "train.early_stopping={patience: 2}"], "early_stopping: expected keep_best"),
-        (["train.arguments={greater_is_better: true}"], "arguments.greater_is_better: expected none with keep_best kl"),
-        (["train.early_stopping={patience: 0}"], "patience"),
-    ],
-)
-def test_a_best_that_cannot_be_found_is_refused(more, message):
-    with pytest.raises(ValueError, match=message):
-        parse(KEPT, more)
-
-
 def test_a_figure_that_the_loss_does_not_have_is_refused_before_training(workplace):
     with pytest.raises(ValueError, match=r"with this loss an evaluation has .*divergence.*; got 'kl'"):
         run(parse(KEPT, [PLAIN, "loss.terms=[{type: jsd, beta: 0.5}]"], name="best"))

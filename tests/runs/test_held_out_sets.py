@@ -116,20 +116,6 @@ def test_sets_are_measured_with_every_kind_of_teacher(here, more):
     assert "eval_maths_agreement" in rows_of(result.folder)[-1]
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["data.validation.sets.1.name=maths"], "sets: expected different names, got 'maths' twice"),
-        (["data.source=synthetic"], "validation.sets: expected a data.source of text, got random tokens"),
-        (["data.validation.sets.0.teacher=code"], "data.fields.teacher: names the column"),
-        (["train.keep_best=physics_kl"], r"expected a held-out figure, .*maths_kl.*; got 'physics_kl'"),
-    ],
-)
-def test_sets_that_cannot_be_measured_are_refused(more, message):
-    with pytest.raises(ValueError, match=message):
-        parse(RECIPE, more)
-
-
 def test_evaluations_have_a_batch_size_of_their_own(here):
     from distill.training.trainer import DistillationTrainer
 

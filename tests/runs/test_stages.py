@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from distill.cli import run_command
 from distill.core.folders import RECIPE_FILE
 from distill.models.precision.quantised_formats import read_saved
-from distill.recipe import RecipeError, dump, load, parse
+from distill.recipe import dump, load, parse
 from distill.run import run
 from distill.training.error_translation import translated
 
@@ -252,14 +252,3 @@ def test_stages_merge_settings_and_survive_dumping():
     assert last.student.model == "before" and last.student.from_teacher is None
     assert (last.train.steps, last.train.epochs, last.train.learning_rate) == (None, 1, 1e-4)
     assert last.train.batch_size == 2 and last.data == recipe.data
-
-
-def test_mistakes_in_a_stage_are_named_before_anything_runs():
-    for stages, message in (
-        ("[{student: {quantise: {format: q9}}}]", r"stages.0: student.quantise.format"),
-        ("[{}, {train: {stps: 3}}]", r"stages.1: train.stps: unknown"),
-        ("[{name: a/b}]", r"stages.0.name"),
-        ("[{evals: {}}]", r"stages.0.evals"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            parse(RECIPE, [f"stages={stages}"], name="tiny")

@@ -7,7 +7,7 @@ import pytest
 from distill.planning import teacher_server as planning
 from distill.planning.devices import find_device
 from distill.planning.preflight import check_run, device_plan
-from distill.recipe import RecipeError, load, parse
+from distill.recipe import load
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -81,19 +81,3 @@ def test_check_prints_the_memory_of_both_sides():
     assert not whole.ok and any("got 13" in problem for problem in whole.problems)
     with pytest.raises(ValueError, match="expected fewer than the 1 GPUs there are"):
         check_run(one, find_device("H100"), gpus=1, read_data=False)
-
-
-@pytest.mark.parametrize(
-    "parallel, told",
-    [
-        ("{teacher: served}", "parallel.teacher_gpus is missing"),
-        ("{teacher: copied, teacher_gpus: 1}", "teacher_gpus and teacher_layout belong to teacher: served"),
-        ("{teacher_layout: sharded}", "teacher_gpus and teacher_layout belong to teacher: served"),
-        ("{teacher: served, teacher_gpus: 0}", "parallel.teacher_gpus"),
-        ("{teacher: ranks}", "parallel.teacher_gpus is missing"),  # a former name of served
-    ],
-)
-def test_what_a_recipe_may_say(parallel, told):
-    text = "teacher: {model: t}\nstudent: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"
-    with pytest.raises(RecipeError, match=told):
-        parse(text + f"parallel: {parallel}\n")

@@ -18,7 +18,7 @@ from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import HeadForward, StepInputs
 from distill.planning.devices import find_device
 from distill.planning.preflight import check_run
-from distill.recipe import RecipeError, dump, parse
+from distill.recipe import dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.backends.local import LoadedTeacher
@@ -358,43 +358,6 @@ def test_check_counts_what_each_model_reads(place):
 
 
 # ------------------------------------------------------------------ what does not go together
-
-
-@pytest.mark.parametrize(
-    ("teachers", "override", "told"),
-    [
-        (
-            [f"model: a, {CONTEXT}, route: b", "model: c, context: {template: 'Be brief.'}, route: b"],
-            "",
-            "requires one context for the teachers of a route; got teachers.1.context other than that of another",
-        ),
-        (
-            [f"type: student, {CONTEXT}, ema: 0.9, route: a", f"type: student, {CONTEXT}, ema: 0.5, route: b"],
-            "",
-            "expected one running average (ema) at most",
-        ),
-        (["type: student, route: a"], "", "type: student needs context"),
-        (
-            [f"model: a, {CONTEXT}, route: a"],
-            "data.format=text",
-            "teacher.context: requires prompts; got data.format: text",
-        ),
-        (
-            [f"type: student, {CONTEXT}, ema: 0.9, route: a"],
-            "student.lora={r: 2, head: true}",
-            "over weights that stay as they are; got student.lora.head: true",
-        ),
-        (
-            [f"model: a, {CONTEXT}", "model: b, context: {template: 'Be brief.'}"],
-            "data.fields.teacher=null",
-            "requires one context for the teachers of a route; got teachers.1.context",
-        ),
-    ],
-)
-def test_unsupported_routes_are_refused(place, teachers, override, told):
-    with pytest.raises(RecipeError) as error:
-        recipe_of(place, teachers, *[override] * bool(override))
-    assert len(error.value.faults) == 1 and told in error.value.faults[0], error.value.faults
 
 
 def test_rows_need_the_teachers_reading():

@@ -229,19 +229,6 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, at_step):
     assert f"# teachers.1.url: '{url}' up to step" in (place / "runs" / "dies" / "recipe.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("teachers.1.transfer_dtype=fp8", "transfer_dtype: fp8 is for hidden states, got it with top_k"),
-        ("teachers.1.url=[http://127.0.0.1:9, http://127.0.0.1:9]", "expected each server once"),
-    ],
-)
-def test_unsupported_routes_are_refused(place, override, told):
-    with pytest.raises(RecipeError) as error:
-        recipe_of(place, {"talk": "http://127.0.0.1:9"}, "teachers.1.top_k=8", override)
-    assert any(told in fault for fault in error.value.faults), error.value.faults
-
-
 def test_a_recipe_names_the_field_of_the_server(place, urls):
     source = source_of(recipe_of(place, urls, "teachers.1.model=" + str(place / "math")))
     (problem,) = source.problems(cuda=False, sharded=False)

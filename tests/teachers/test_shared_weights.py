@@ -18,7 +18,7 @@ from distill.models.patch.patching import patch
 from distill.planning.device_plan import device_plan
 from distill.planning.devices import Device
 from distill.planning.memory import step_memory
-from distill.recipe import LocalTeacherConfig, Lora, RecipeError, parse
+from distill.recipe import LocalTeacherConfig, Lora, parse
 from distill.recipe.teachers import loaded_section
 from distill.run import run
 from distill.teachers.backends.local import LoadedTeacher
@@ -360,19 +360,3 @@ def test_an_adapter_beside_the_weights_is_the_merged_one_up_to_rounding(adapters
         expected, got, other = (model(ids).logits for model in (merged, beside, bare))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert (expected - other).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    "section, message",
-    [
-        ("{model: base, merge_adapter: false}", "merge_adapter: false keeps an adapter beside the weights"),
-        (
-            "{model: base, adapter: math, merge_adapter: false, dtype: fp8}",
-            "16 or 32 bits on the device; got dtype: fp8",
-        ),
-        ("{model: base, adapter: math, merge_adapter: false, offload: cpu}", "got dtype: auto, offload: cpu"),
-    ],
-)
-def test_adapters_that_cannot_stay_beside_the_weights_are_refused(section, message):
-    with pytest.raises(RecipeError, match=message):
-        recipe(f"teacher={section}")
