@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+from distill_kernels.decoding.experts import decode_experts, is_decoding
 from distill_kernels.layers.experts import ExpertActivation, experts
 from distill_kernels.layers.router import MAX_EXPERTS, Score, route
 from distill_kernels.matmul.fp8_experts import Fp8Experts
@@ -112,8 +113,10 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             return own if residual is None else residual + own
         dtype = self.gate_up_proj.dtype
         adds = residual is not None and residual.dtype == x.dtype == dtype
-        y = experts(
-            x.to(dtype),  # under autocast a norm may have made it wider
+        rows = x.to(dtype)  # under autocast a norm may have made it wider
+        compute = decode_experts if is_decoding(rows) else functools.partial(experts, keep_rows=True)
+        y = compute(
+            rows,
             index,
             weights,
             self.gate_up_proj,
@@ -126,7 +129,6 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             alpha=_number(self, "alpha") or 1.0,
             limit=_number(self, "limit") or 0.0,
             residual=residual if adds else None,
-            keep_rows=True,
         ).to(x.dtype)
         return y if residual is None or adds else residual + y
 
