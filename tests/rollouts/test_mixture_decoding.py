@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from distill_kernels.launch import interpreted
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.support_check import unsupported_reason
@@ -30,19 +31,20 @@ def own_responses(model):
 
 @pytest.mark.plain("qwen3_moe")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe"])
-def test_greedy_responses_are_those_of_transformers(kernel_device, name, monkeypatch):
-    model = mixture(name, kernel_device)
+def test_greedy_responses_are_those_of_transformers(name, watch):
+    model = mixture(name, "cpu")
     expected = own_responses(model)
-    assert patch(model, "student", attention=None, log_it=False).swapped["experts"]
-    assert unsupported_reason(model) is None
     steps = []
     decode = patched_experts.decode_experts
-    monkeypatch.setattr(
+    watch.setattr(
         patched_experts, "decode_experts", lambda x, *args, **more: steps.append(len(x)) or decode(x, *args, **more)
     )
-    loop = DecodeLoop(model, EngineSettings(2, []))
-    assert loop.generate(PROMPTS, max_new_tokens=NEW).tokens == expected
-    assert steps and set(steps) <= {1, 3, 4, 8}  # decoding steps; the prompts' first tokens are more at once
+    with interpreted():
+        assert patch(model, "student", attention=None, log_it=False).swapped["experts"]
+        assert unsupported_reason(model) is None
+        loop = DecodeLoop(model, EngineSettings(2, []))
+        assert loop.generate(PROMPTS, max_new_tokens=NEW).tokens == expected
+    assert steps.count(len(PROMPTS)) >= (NEW - 1) * 4  # a step has a token of each prompt, and the model four mixtures
 
 
 @pytest.mark.gpu
