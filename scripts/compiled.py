@@ -165,6 +165,7 @@ for width, packed in ((64, None), (128, documents), (192, documents), (512, docu
         """
 from distill_kernels.layers.experts import experts
 from distill_kernels.layers.router import route
+from distill_kernels.matmul import fp8_experts
 for count, k, hidden, inner in ((128, 8, 2048, 768), (32, 4, 2880, 2880)):
     weights, index = torch.ones(64, k), torch.zeros(64, k, dtype=torch.int64)
     held = t(count, 2 * inner, hidden), t(count, hidden, inner)
@@ -174,6 +175,11 @@ for count, k, hidden, inner in ((128, 8, 2048, 768), (32, 4, 2880, 2880)):
     more = {{"interleaved": True, "transposed": True, "alpha": 1.702, "limit": 7.0}}
     experts(t(64, hidden), index, weights, *held, "clamped_silu", **more).sum().backward()
     route(t(64, count), k)[0].sum().backward()
+    if facts.fp8:
+        rows = torch.arange(64 * k, dtype=torch.int32)
+        fp8_experts._gather_quantised(t(64, hidden, grad=False), rows, k)
+        for bias, more in ((None, ("gelu", 1.0, 0.0)), (t(count, 2 * inner, grad=False), ("clamped_silu", 1.702, 7.0))):
+            fp8_experts._activation_quantised(t(64 * k, 2 * inner, grad=False), rows, index, bias, *more)
 grouped = {{"score": "sigmoid", "groups": 8, "kept_groups": 4}}
 route(t(64, 256), 8, torch.ones(256), **grouped)[0].sum().backward()
 route(t(64, 160), 6, normalised=False)[0].sum().backward()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from distill_kernels import Fp8Linear
+from distill_kernels.matmul.fp8_experts import Fp8Experts
 from torch import nn
 
 from distill.core.errors import first_line
@@ -173,5 +174,5 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Return whether some linear layers of `model` are in fp8 already."""
-    return any(isinstance(module, Fp8Linear) for module in model.modules())
+    """Return whether some linear layers or experts of `model` are in fp8 already."""
+    return any(isinstance(module, Fp8Linear | Fp8Experts) for module in model.modules())

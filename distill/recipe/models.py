@@ -25,9 +25,10 @@ class ModelSection(Section):
             `init` is `random`.
         dtype: dtype of the weights. `auto` is float32 for trained weights, and the compute dtype (`train.precision`)
             for frozen ones: the teacher's, and the base weights of a LoRA student. `fp8` is for teachers: bfloat16 with
-            all linear layers except the head in fp8; the change of the teacher's outputs is measured and printed.
-            `int8` is for teachers on a GPU where bitsandbytes is installed: the same layers in LLM.int8() (Dettmers et
-            al., 2022). With `auto`, a teacher whose checkpoint is quantised keeps that quantisation.
+            all linear layers except the head, and a mixture's experts, in fp8; the change of the teacher's outputs is
+            measured and printed. `int8` is for teachers on a GPU where bitsandbytes is installed: the linear layers in
+            LLM.int8() (Dettmers et al., 2022). With `auto`, a teacher whose checkpoint is quantised keeps that
+            quantisation.
         revision: branch, tag or commit of a hub model; null for the hub's default branch.
         trust_remote_code: run the Python code that comes with a hub model.
         attention: name of a transformers attention implementation, such as `sdpa`; `auto` uses the built-in attention

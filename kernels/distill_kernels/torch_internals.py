@@ -143,3 +143,6 @@ scaled_mm: Any = internal(torch, "_scaled_mm", _dequantised_product, "fp8 produc
 grouped_gemm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # from PyTorch 2.10 on
 if grouped_gemm is None:
     grouped_gemm = internal(torch, "_grouped_mm", None, "a mixture's experts are multiplied one by one, slowly")
+
+# [S, K] e4m3 times [E, K, N] e4m3 by groups of rows, with scales of rows and of columns; None: as bf16, scaled after
+scaled_grouped_gemm: Any = internal(torch, "_scaled_grouped_mm", None, "fp8 experts are multiplied in bf16, slowly")

@@ -1,19 +1,29 @@
-"""Mixtures of experts: layers of Qwen3-30B-A3B and of gpt-oss-20b, ours beside transformers' grouped_mm and compiled.
+"""Mixtures of experts: layers of Qwen3-30B-A3B and of gpt-oss-20b, ours beside transformers, compiled, and Liger.
 
     python -m scripts.bench experts --only qwen3
+    python -m scripts.bench experts --only decode
 
 A few layers with random weights of the usual scale and no head, 2 x 4,096 tokens, bf16: forward without a graph, and
 forward with backward. The gate is one layer's experts with a given routing against fp64, values and every gradient at
 most `SLACK` times the error of transformers' grouped_mm, the worst token included; of whole layers, rounding decides
 which experts a token gets. Then the kernels of our forward and backward by what they do, and each kernel around the
-experts beside the bytes that it has to move.
+experts beside the bytes that it has to move. "ours, fp8" is a teacher's forward, its error the deviation from the same
+layers in bf16. Liger's patches change the modelling file for a whole process, so that it has its own.
+
+`decode`: milliseconds a step of Qwen3-30B-A3B's shapes cut to 12 layers, with its head: `generate` of transformers,
+with its cache as it comes and with a static one (compiled, in a process of its own), and our decode loop. The step is
+what 64 more tokens cost, so that no prefill is in it.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
+import functools
+import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,12 +33,21 @@ from distill_kernels.layers.router import route
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
+from distill.models.fp8_teacher import quantise_teacher
 from distill.models.patch.experts import EXPERTS
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import Mismatch
 from scripts.bench.harness import Row, copy_bandwidth, graphed, peak_above_inputs, time_in_turn
+from scripts.bench.small import candidate, tell
+from scripts.bench.step import random_model
+from scripts.bench.step_variants import apply_liger
 
 ROWS, LENGTH = 2, 4096
+FORWARD, BOTH = "forward", "forward + backward"
+EAGER, FP8, LIGER = "transformers, eager experts", "ours, fp8", "Liger Kernel"
+DECODED, DECODE_LAYERS, PROMPT = (16, 80), 12, 128  # tokens of the shorter and the longer response
+STATIC = "transformers, static cache, compiled"
 SLACK, FLOOR = 1.25, 1e-3
 MODELS: dict[str, tuple[Callable[[], AutoConfig], str]] = {  # configuration, attention of plain transformers
     "qwen3-30b-a3b, 4 layers": (
@@ -148,14 +167,14 @@ def passes(given: dict[str, float], plain: dict[str, float]) -> bool:
 
 
 def candidates(plain: Any, quick: bool) -> dict[str, Any]:
-    """Return models of the same weights: transformers' and ours, as they are and with compiled layers."""
+    """Return models of the same weights: transformers' and ours, as they are, with compiled layers, and in fp8."""
     ours = copy.deepcopy(plain)
     report = patch(ours)
     print(report, flush=True)
     found = {"transformers, grouped_mm": plain, "ours": ours}
     for label, mode in list(COMPILED.items())[: 1 if quick else None]:
         for name in ("transformers, grouped_mm", "ours"):
-            if name == "ours" and mode is not None:
+            if name == "ours" and (mode is not None or quick):
                 continue
             compiled = copy.deepcopy(plain)
             if name == "ours":
@@ -163,6 +182,45 @@ def candidates(plain: Any, quick: bool) -> dict[str, Any]:
             for layer in compiled.model.layers:
                 layer.compile(mode=mode)
             found[f"{name}, {label}"] = compiled
+    eager = copy.deepcopy(plain)
+    for module in eager.modules():
+        if hasattr(getattr(module, "config", None), "_experts_implementation"):
+            module.config._experts_implementation = "eager"
+    fp8 = copy.deepcopy(plain).requires_grad_(False)
+    patch(fp8, "teacher", attention=report.attention, log_it=False)
+    quantise_teacher(fp8)
+    return found | {EAGER: eager, FP8: fp8}
+
+
+def inputs(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and the upstream gradient of hidden states."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (ROWS, LENGTH), generator=generator).cuda()
+    return ids, torch.randn(ROWS, LENGTH, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
+
+
+def parts_of(ids: torch.Tensor, upstream: torch.Tensor) -> dict[str, Callable[[Any], object]]:
+    """Return what is timed, by name: functions of a model."""
+
+    def forward(model: Any) -> torch.Tensor:
+        y: torch.Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        return y
+
+    def both(model: Any) -> None:
+        forward(model).backward(upstream)
+        model.zero_grad()  # so that a peak above the inputs has the gradients in it
+
+    return {FORWARD: torch.no_grad()(forward), BOTH: both}
+
+
+def liger(name: str) -> dict[str, Any]:
+    """Return milliseconds and peak MiB of each part with Liger's patches."""
+    model = make(name)
+    apply_liger(model)
+    found = {}
+    for part, call in parts_of(*inputs(model)).items():
+        run = functools.partial(call, model)
+        found[part] = (time_in_turn({LIGER: run}, rounds=3, calls=3)[LIGER], peak_above_inputs(run))
     return found
 
 
@@ -220,8 +278,10 @@ def steps(model: Any, tokens: int) -> Iterator[tuple[str, Callable[[], object], 
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """Measure the models whose name contains `only`; `quick` leaves out the slower mode of torch.compile."""
+    """Measure the models whose name contains `only`, and `decode`; `quick` leaves out what compiles longest."""
     tokens = ROWS * LENGTH
+    if only in DECODE_SHAPE:
+        yield from decode(quick)
     for name in MODELS:
         if only not in name:
             continue
@@ -246,29 +306,31 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 )
         torch.cuda.empty_cache()
         models = candidates(plain, quick)
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(3, plain.config.vocab_size, (ROWS, LENGTH), generator=generator).cuda()
-        width = plain.config.hidden_size
-        upstream = torch.randn(ROWS, LENGTH, width, device="cuda", dtype=torch.bfloat16)
-
-        def forward(model: Any, ids: torch.Tensor = ids) -> torch.Tensor:
-            y: torch.Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
-            return y
-
-        def both(model: Any, upstream: torch.Tensor = upstream) -> None:
-            forward(model).backward(upstream)
-            model.zero_grad()  # so that a peak above the inputs has the gradients in it
-
-        for part, call in (("forward", torch.no_grad()(forward)), ("forward + backward", both)):
+        ids, upstream = inputs(plain)
+        apart = candidate(__name__, "liger", name, limit=float(os.environ.get("BENCH_LIMIT", 60)))
+        for part, call in parts_of(ids, upstream).items():
             runs = {}
             for label, model in models.items():
+                if label == FP8 and part == BOTH:
+                    continue
                 try:
                     call(model)
                     torch.cuda.synchronize()
-                    runs[label] = lambda model=model, call=call: call(model)
+                    runs[label] = functools.partial(call, model)
                 except (RuntimeError, torch.OutOfMemoryError) as failure:
                     note = str(failure).splitlines()[0][:100]
                     yield Row("experts", f"{shape}, {part}", label, float("nan"), note=note)
+            ms, peak = apart.get(part, (float("nan"), None))
+            yield Row("experts", f"{shape}, {part}", LIGER, ms, peak_mib=peak, note=apart.get("note", ""))
+            # a call takes most of a second: once is enough
+            slow = {label: runs.pop(label) for label in (EAGER,) if label in runs}
+            for label, run in slow.items():
+                ms = time_in_turn({label: run}, rounds=1, calls=1, settle=0)[label]
+                yield Row("experts", f"{shape}, {part}", label, ms, tokens_per_s=tokens / ms * 1e3)
+            if part == FORWARD and FP8 in runs:
+                exact = call(models["ours"])
+                errors["fp8"] = {"hidden states": error(call(models[FP8]), exact.double())}  # type: ignore[arg-type,attr-defined]
+                del exact
             for label, ms in time_in_turn(runs, rounds=5, calls=3).items():
                 peak = peak_above_inputs(runs[label])
                 yield Row(
@@ -277,7 +339,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                     label,
                     ms,
                     peak_mib=peak,
-                    error=errors["ours" if label.startswith("ours") else "grouped_mm"],
+                    error=errors["fp8" if label == FP8 else "ours" if label.startswith("ours") else "grouped_mm"],
                     tokens_per_s=tokens / ms * 1e3,
                 )
             classes, heaviest = breakdown(runs["ours"])
@@ -286,3 +348,77 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 yield Row("experts", f"{shape}, {part}, ours by kernels", label, ms)
         del models, plain
         torch.cuda.empty_cache()
+
+
+# ---- decoding
+
+DECODE_SHAPE = f"decode, qwen3-30b-a3b shapes, {DECODE_LAYERS} layers and the head, {PROMPT} tokens of context, bf16"
+
+
+def generating(model: Any, batch: int, **more: Any) -> Callable[[int], object]:
+    """Return transformers' `generate` as a function of the number of new tokens."""
+    ids = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(2)).cuda()
+
+    def run(new: int) -> object:
+        settings = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0} | more
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+    return run
+
+
+def decoding(model: Any, batch: int) -> Callable[[int], object]:
+    """Return our decode loop as a function of the number of new tokens."""
+    ids = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(2)).tolist()
+    loop = DecodeLoop(model, EngineSettings(0, [], max_length=PROMPT + DECODED[1]))
+    return lambda new: loop.generate(ids, max_new_tokens=new)
+
+
+def step_ms(run: Callable[[int], object]) -> float:
+    """Return wall-clock milliseconds of one more token."""
+    few, many = DECODED
+    seconds = {}
+    for new in (few, many):
+        run(new)
+        samples = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(new)
+            torch.cuda.synchronize()
+            samples.append(time.perf_counter() - start)
+        seconds[new] = min(samples)
+    return (seconds[many] - seconds[few]) / (many - few) * 1e3
+
+
+def decode(quick: bool) -> Iterator[Row]:
+    """Measure a decoding step of 1 and 8 sequences; `quick` leaves out the compiled rival."""
+    batches = (1, 8)
+    model = random_model("qwen3-30b-a3b", 0, num_hidden_layers=DECODE_LAYERS).requires_grad_(False)
+    found = {("transformers", batch): step_ms(generating(model, batch)) for batch in batches}
+    patch(model, "teacher", log_it=False)
+    found |= {("ours, in a graph", batch): step_ms(decoding(model, batch)) for batch in batches}
+    quantise_teacher(model)
+    torch.cuda.empty_cache()
+    found |= {("ours, fp8, in a graph", batch): step_ms(decoding(model, batch)) for batch in batches}
+    del model
+    torch.cuda.empty_cache()
+    notes = {}
+    for batch in () if quick else batches:
+        limit = float(os.environ.get("BENCH_LIMIT", 120))
+        result = candidate(__name__, "static", str(batch), limit=limit)
+        found[STATIC, batch] = result.get("ms", float("nan"))
+        notes[STATIC, batch] = result.get("note", "")
+    for (label, batch), ms in found.items():
+        shape = f"{DECODE_SHAPE}, {batch} sequences"
+        note = notes.get((label, batch), f"{found['transformers', batch] / ms:.2f} x transformers")
+        yield Row("experts", shape, label, ms, tokens_per_s=batch / ms * 1e3, note=note)
+
+
+def static(batch: str) -> dict[str, Any]:
+    """Return milliseconds a step of `generate` with a static cache, which compiles the model's forward."""
+    model = random_model("qwen3-30b-a3b", 0, num_hidden_layers=DECODE_LAYERS).requires_grad_(False)
+    return {"ms": step_ms(generating(model, int(batch), cache_implementation="static"))}
+
+
+if __name__ == "__main__":
+    tell({"liger": liger, "static": static}[sys.argv[1]](sys.argv[2]))

@@ -4,7 +4,7 @@ compile           plain transformers, each decoder layer and the divergence unde
 liger             Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
 distill-all-rows  ours, but the last layers also compute the rows whose outputs are masked
 distill-apart     ours without joined projections
-distill-fp8       ours with the teacher's linear layers (but not its head) in fp8
+distill-fp8       ours with the teacher's linear layers (but not its head) and experts in fp8
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 from torch import nn
 
 from distill.commands.bench import (
@@ -37,6 +36,7 @@ from distill.commands.bench import (
     rival,
 )
 from distill.core.labels import shift_labels
+from distill.models.fp8_teacher import quantise_teacher
 from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.output_rows import MARK
@@ -119,7 +119,7 @@ def _prepare_for_all_rows(teacher: nn.Module, student: nn.Module, batch: Batch) 
 
 def _prepare_fp8_teacher(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
     note = patch_both(teacher, student, batch)
-    swap_linears_for_fp8(teacher)
+    quantise_teacher(teacher)
     gc.collect()
     torch.cuda.empty_cache()
     join_both(teacher, student, batch["input_ids"].device)

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+from distill_kernels.decoding.experts import decode_experts, is_decoding
 from distill_kernels.layers.experts import ExpertActivation, experts
 from distill_kernels.layers.router import MAX_EXPERTS, Score, route
+from distill_kernels.matmul.fp8_experts import Fp8Experts
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
@@ -111,8 +113,10 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             return own if residual is None else residual + own
         dtype = self.gate_up_proj.dtype
         adds = residual is not None and residual.dtype == x.dtype == dtype
-        y = experts(
-            x.to(dtype),  # under autocast a norm may have made it wider
+        rows = x.to(dtype)  # under autocast a norm may have made it wider
+        compute = decode_experts if is_decoding(rows) else functools.partial(experts, keep_rows=True)
+        y = compute(
+            rows,
             index,
             weights,
             self.gate_up_proj,
@@ -125,11 +129,25 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             alpha=_number(self, "alpha") or 1.0,
             limit=_number(self, "limit") or 0.0,
             residual=residual if adds else None,
-            keep_rows=True,
         ).to(x.dtype)
         return y if residual is None or adds else residual + y
 
     return forward
+
+
+def fp8_experts(module: Any, form: ExpertsForm) -> Fp8Experts:
+    """Return a module of experts of a form, quantised to fp8."""
+    return Fp8Experts(
+        module.gate_up_proj,
+        module.down_proj,
+        getattr(module, "gate_up_proj_bias", None),
+        getattr(module, "down_proj_bias", None),
+        form.activation,
+        interleaved=form.interleaved,
+        transposed=form.transposed,
+        alpha=_number(module, "alpha") or 1.0,
+        limit=_number(module, "limit") or 0.0,
+    )
 
 
 def _number(module: nn.Module, name: str) -> float | None:
@@ -305,7 +323,9 @@ def _extra_arguments(module: nn.Module) -> int:
 def looks_like_block(module: nn.Module) -> bool:
     """Return whether a module has a router and experts on our kernels and nothing else."""
     children = dict(module.named_children())
-    return children.keys() == {"gate", "experts"} and all("forward" in child.__dict__ for child in children.values())
+    return children.keys() == {"gate", "experts"} and all(
+        "forward" in child.__dict__ or isinstance(child, Fp8Experts) for child in children.values()
+    )
 
 
 def block_form(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:

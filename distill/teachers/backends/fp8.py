@@ -1,9 +1,9 @@
-"""Local teacher whose linear layers are in fp8, and its cost: the divergence from before, on one real batch.
+"""Local teacher whose linear layers and experts are in fp8, and its cost: the divergence from before, on a real batch.
 
-`teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers, but not its head, once the run's own
-batches exist to measure the damage on. The figure is printed beside the student's own divergence: a teacher that moves
-by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is not. `fp8_offers`
-measures which layers are worth leaving out.
+`teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers and its experts, but not its head, once
+the run's own batches exist to measure the damage on. The figure is printed beside the student's own divergence: a
+teacher that moves by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is
+not. `fp8_offers` measures which layers are worth leaving out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss
+from distill_kernels.matmul.fp8_experts import Fp8Experts
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -58,6 +59,7 @@ class Fp8Cost(NamedTuple):
 
     Attributes:
         layers: Number of linear layers now in fp8.
+        experts: Number of modules of experts now in fp8, one for each layer that is a mixture.
         teacher_kl: KL(teacher before || teacher after), nats per trained token of the batch.
         student_kl: KL(teacher before || student), nats per trained token; None where the student reads other tokens.
         skip: Layers left in 16 bits, in the notation of `teacher.fp8_skip`.
@@ -67,13 +69,15 @@ class Fp8Cost(NamedTuple):
     teacher_kl: float
     student_kl: float | None
     skip: Sequence[str] = ()
+    experts: int = 0
 
     def __str__(self) -> str:
         left = f" and {', '.join(self.skip)}" if self.skip else ""
         beside = "" if self.student_kl is None else f" beside KL(teacher, student) {self.student_kl:.4f}"
+        mixtures = f" and the experts of {self.experts} layers" if self.experts else ""
         return (
-            f"{self.layers} linear layers in fp8, the head{left} as before; on one batch KL(teacher, fp8 teacher) "
-            f"{self.teacher_kl:.4f}{beside}"
+            f"{self.layers} linear layers{mixtures} in fp8, the head{left} as before; on one batch "
+            f"KL(teacher, fp8 teacher) {self.teacher_kl:.4f}{beside}"
         )
 
 
@@ -151,7 +155,8 @@ def quantise_and_measure(
     of_student = None
     if student is not None and hidden is not None:
         of_student = before.divergence(hidden, read_head(find_head(student)), alignment.student)
-    return Fp8Cost(layers, before.moved(), of_student, skip)
+    experts = sum(isinstance(module, Fp8Experts) for module in teacher.modules())
+    return Fp8Cost(layers, before.moved(), of_student, skip, experts)
 
 
 class Offer(NamedTuple):

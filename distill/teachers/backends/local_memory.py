@@ -3,7 +3,7 @@
 Memory of the weights, in bytes: P parameters, D of them in the decoder's linear layers, b bytes per weight as loaded:
 
     resident       P b
-    fp8, int8      D + (P - D) b                  linear layers except the LM head: one byte a weight
+    fp8, int8      D + (P - D) b                  linear layers except the LM head: one byte a weight; fp8: and experts
     quantised      D bits / 8 + (P - D) b         bits of the checkpoint; P b where they are unknown
     offloaded      (P - layers) b + 2 x (largest layer) b      on the device; the layers are in host memory
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from distill.models.adapters import adapter_parameters
 from distill.models.dtypes import Precision
-from distill.models.fp8_teacher import find_skipped
+from distill.models.fp8_teacher import expert_weights, find_skipped
 from distill.models.gpu_specs import has_fp8
 from distill.models.meta_models import meta_student
 from distill.models.shape import USABLE, ModelSizes
@@ -36,8 +36,9 @@ def model_footprint(source: LocalPlan, context: FootprintContext) -> Footprint:
     size = precision.teacher.itemsize
     layers = float(shape.layered * size) if section.offload is not None else 0.0
     in_16_bits = find_skipped(source.meta().model, section.fp8_skip).weights  # the others are in fp8
+    experts = expert_weights(source.meta().model) if section.dtype == "fp8" else 0
     whole = loading_bytes(source, precision) if section.dtype == "fp8" else 0.0
-    weights = placed_bytes(section, shape, precision) + in_16_bits * (size - 1)
+    weights = placed_bytes(section, shape, precision, experts) + in_16_bits * (size - 1)
     # adapters beside the weights are in float32
     beside = 0 if section.adapter is None or section.merge_adapter else 4 * adapter_parameters(section.adapter)
     frozen = source.frozen_weights(precision, sharded=context.sharded)
@@ -88,11 +89,16 @@ def loading_bytes(source: LocalPlan, precision: Precision) -> float:
     return float(meta.shape.parameters * precision.teacher.itemsize + weights)
 
 
-def placed_bytes(section: LoadedTeacherConfig, shape: ModelSizes, precision: Precision) -> float:
-    """Return the bytes of an unsharded teacher's weights on its device; offloaded layers are not counted."""
+def placed_bytes(section: LoadedTeacherConfig, shape: ModelSizes, precision: Precision, experts: int) -> float:
+    """Return the bytes of an unsharded teacher's weights on its device; offloaded layers are not counted.
+
+    Args:
+        section, shape, precision: The teacher's.
+        experts: Weights of its experts that are in fp8.
+    """
     size = precision.teacher.itemsize
     if section.offload is not None:
         return float(shape.parameters - shape.layered + 2 * shape.largest_layer) * size
     bits = 8.0 if section.dtype in EIGHT_BITS else shape.stored_bits
-    saved = 0.0 if bits is None else shape.linear * (size - bits / 8)
+    saved = 0.0 if bits is None else shape.linear * (size - bits / 8) + experts * (size - 1)
     return shape.parameters * size - saved
