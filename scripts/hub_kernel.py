@@ -31,6 +31,7 @@ BACKENDS = ("cpu", "cuda")
 LEFT_OUT = ("examples.py",)
 BUILD = f"""\
 [general]
+edition = 5
 name = "{NAME}"
 version = {VERSION}
 license = "apache-2.0"

