@@ -3,7 +3,8 @@
 Tables of README.md and docs/ from measured rows; docs/reference/settings/ and recipes/recipe.schema.json from the
 recipe's schema; docs/reference/cli.md from the command line's own definitions; docs/reference/api/ and the table of
 docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; docs/guides/row-layouts.md
-from the tests' table of rows; docs/reference/results.md from the study's rows; tables of GPUs from the cards that
+from the tests' table of rows; docs/reference/results.md, and the rows that `distill
+compare --reference` reads, from the study's; tables of GPUs from the cards that
 `check` knows; docs/contributing.md from CONTRIBUTING.md. `--check` writes nothing, and fails where a file differs from
 what would be written.
 """
@@ -28,6 +29,7 @@ from distill.cli import app  # noqa: E402
 from distill.commands.settings_schema import json_schema  # noqa: E402
 from distill.recipe.aliases import names_elsewhere  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
+from distill.reports import reference  # noqa: E402
 from scripts import (  # noqa: E402
     api_pages,
     chat_samples,
@@ -57,6 +59,7 @@ def generated() -> dict[Path, str]:
         docs / "reference/compiled-kernels.md": compiled.page(),
         docs / "contributing.md": contributing_page(),
         docs / "reference/results.md": reference_results.page(NOTE),
+        ROOT / "distill/reports" / reference.FILE: reference_results.package_data(),
         docs / "guides/row-layouts.md": row_layouts_page.page(NOTE),
         **{docs / "reference/settings" / name: text for name, text in settings_pages.pages().items()},
         **{docs / "reference/api" / name: text for name, text in api_pages.pages().items()},

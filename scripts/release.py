@@ -1,6 +1,6 @@
-"""The files of a release: wheels of both packages and the notes, from the commit that is checked out.
+"""The files of a release: wheels of both packages, the hub's kernel and the notes, from the commit that is checked out.
 
-    python -m scripts.release dist          # distill_toolkit-*.whl, distill_kernels-*.whl, notes.md
+    python -m scripts.release dist          # distill_toolkit-*.whl, distill_kernels-*.whl, hub-kernel/, notes.md
 
 Built from an archive of HEAD, so that nothing uncommitted gets in. On a tagged commit the tag has to be `v` and the
 version (`distill.__version__`), and CHANGELOG.md a section of it with a date; on any other the notes are those of
@@ -10,6 +10,7 @@ version (`distill.__version__`), and CHANGELOG.md a section of it with a date; o
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,6 +19,7 @@ import tomllib
 from pathlib import Path
 
 from distill import __version__
+from scripts import hub_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,6 +70,8 @@ def main(folder: Path) -> None:
         for package in ("./", "./kernels"):  # a bare `kernels` is a package of that name on the index
             command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder.resolve()), package]
             subprocess.run(command, cwd=Path(place, "source"), check=True)
+        shutil.rmtree(folder / "hub-kernel", ignore_errors=True)
+        hub_kernel.write(Path(place, "source/kernels/distill_kernels"), folder / "hub-kernel")
     (folder / "notes.md").write_text(text, encoding="utf-8")
     print("\n".join(sorted(path.name for path in folder.iterdir())))
 

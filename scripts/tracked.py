@@ -15,9 +15,20 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 1 << 20  # bytes; rows of a benchmark and the recipe schema stay far below
 # by top folder ("" for files at the top): the endings, and the whole names, that belong there
 KINDS: dict[str, tuple[str, ...]] = {
-    "": (".md", ".toml", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "CITATION.cff", "constraints.txt"),
+    "": (
+        ".md",
+        ".toml",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        "LICENSE",
+        "CITATION.cff",
+        "constraints.txt",
+        "Dockerfile",
+        ".dockerignore",
+    ),
     ".ci": ("run", ".py"),
-    "distill": (".py", ".css", ".mjs", ".yaml", "py.typed"),
+    ".devcontainer": ("devcontainer.json",),
+    "distill": (".py", ".css", ".mjs", ".yaml", "py.typed", "reference_results.json"),
     "docs": (".md", ".ipynb", ".svg", ".css", ".jsonl", ".csv", ".parquet", ".txt"),
     "kernels": (".py", "py.typed", "pyproject.toml", "LICENSE"),
     "recipes": (".py", ".yaml", ".jsonl", "config.json", "recipe.schema.json"),

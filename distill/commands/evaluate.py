@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from distill.core.files import write_text
 from distill.core.folders import check_output_file
 from distill.core.heartbeat import end_together
 from distill.core.units import plural
+
+if TYPE_CHECKING:
+    from distill.reports.report import ReportedRun
 
 
 @end_together(holds_store=True)
@@ -222,6 +225,14 @@ def compare(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Compare runs with different teachers or held-out rows, with a warning.")
     ] = False,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference",
+            metavar="NAME",
+            help="Compare each run with a row of the reference results instead; exit code 1 where one is outside.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs in one table; runs that differ only in their seed are one line, with the spread over seeds.
@@ -229,6 +240,7 @@ def compare(
     \b
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
+    distill compare laptop --reference laptop-forward-kl
     """
     from distill.reports.compare_runs import (
         RunGroup,
@@ -241,7 +253,12 @@ def compare(
     from distill.reports.plots import HINT, matplotlib_is_installed
     from distill.reports.report import find_run, read_run
 
+    if reference is not None and plot is not None:
+        raise ValueError("--plot: expected none with --reference, whose rows have no curves")
     read = [read_run(find_run(run)) for run in runs]
+    if reference is not None:
+        _compare_with_reference(read, reference, anyway, as_json)
+        return
     groups = group_runs(read)
     warnings = evaluation_differences(read)
     if warnings and not anyway:
@@ -288,6 +305,56 @@ def compare(
         console.print_lines(line)
     if plot is not None:
         console.print_lines(f"wrote {plot}")
+
+
+def _compare_with_reference(runs: list[ReportedRun], name: str, anyway: bool, as_json: bool) -> None:
+    """Print each run's figures beside the interval of a reference row.
+
+    Raises:
+        typer.Exit: A figure is outside (1).
+    """
+    from distill.reports import reference as references
+    from distill.reports.compare_runs import describe_changes, require_results
+
+    row = references.find_reference(name)
+    require_results(runs)
+    warnings = [line for run in runs for line in references.why_not_comparable(run, row)]
+    if warnings and not anyway:
+        raise RecipeError([*warnings, f"not comparable with {name}; --anyway prints the figures all the same"])
+    found = {run.folder.name: references.compare_with_reference(run, row) for run in runs}
+    changes = {
+        run.folder.name: {setting: own for setting, (own, _) in references.differing_settings(run, row).items()}
+        for run in runs
+    }
+    if as_json:
+        for line in warnings:
+            console.print_error(line)
+        print_json(
+            {
+                "reference": name,
+                "made_with": row.made_with,
+                "runs": {
+                    run: {"figures": [each.as_dict() for each in figures], "differs": changes[run]}
+                    for run, figures in found.items()
+                },
+            }
+        )
+    else:
+        cells = [
+            [run, each.title, *map(each.shown, (each.value, each.mean)), each.interval, each.verdict]
+            for run, figures in found.items()
+            for each in figures
+        ]
+        console.show_table(["run", "held out", "this run", name, "19 of 20 seeds", ""], cells)
+        for run in runs:
+            differs = changes[run.folder.name]
+            if differs:
+                console.print_lines(f"{run.folder.name} differs from the reference in {describe_changes(differs)}")
+            console.print_lines(f"{run.folder.name} {references.versions_line(run, row.made_with)}")
+        for line in warnings:
+            console.print_lines(line)
+    if any(each.verdict != "inside" for figures in found.values() for each in figures):
+        raise typer.Exit(1)
 
 
 def report(

@@ -112,12 +112,7 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[RunGroup]:
     Raises:
         ValueError: A run has no result yet, or is given twice.
     """
-    names = [str(run.folder) for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError("runs: the same run was given twice")
-    for run in runs:
-        if "after" not in run.result:
-            raise ValueError(f"{run.folder}: has no result yet; distill run ... --resume finishes it")
+    require_results(runs)
     first: dict[str, object] | None = None
     made: list[RunGroup] = []
     for settings, members in _by_recipe(runs).values():
@@ -141,6 +136,20 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[RunGroup]:
             )
         )
     return made
+
+
+def require_results(runs: Sequence[ReportedRun]) -> None:
+    """Require different runs, each finished.
+
+    Raises:
+        ValueError: A run has no result yet, or is given twice.
+    """
+    names = [str(run.folder) for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError("runs: the same run was given twice")
+    for run in runs:
+        if "after" not in run.result:
+            raise ValueError(f"{run.folder}: has no result yet; distill run ... --resume finishes it")
 
 
 def _further(runs: Sequence[ReportedRun]) -> dict[str, list[float]]:

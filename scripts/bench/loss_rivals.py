@@ -1,4 +1,4 @@
-"""Rivals of the fused losses: PyTorch, `torch.compile`, Liger and TRL, each a maker of a loss of a benchmark's inputs.
+"""Rivals of the fused losses: PyTorch, `torch.compile`, Liger, TRL and unsloth_zoo, each a maker of a loss of inputs.
 
 A divergence is named by its `beta` as of the generalised JSD: 0 is forward KL, 1 reverse KL. A maker that raises
 ImportError has no library to call.
@@ -6,13 +6,20 @@ ImportError has no library to call.
 The strongest that `torch.compile` allows computes the loss in chunks of rows from both models' hidden states, as verl
 and VeOmni do: GEMMs to the logits, one compiled function from these to the loss and their gradient by its formula,
 and the back-projections, all in the forward pass. Its logits are bf16, as GEMMs make them, or fp32.
+
+unsloth_zoo refuses to be imported without unsloth, so that its one file is loaded by its path: from an installed wheel,
+or from a copy of `fused_losses/fused_linear.py` that UNSLOTH_FUSED_LINEAR names. Its chunk is that of its default, or
+the fastest of a few numbers of rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
+import importlib.util
 import math
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -22,6 +29,8 @@ from typing import Any
 import torch
 
 CHUNKS = (2048, 4096)  # rows
+UNSLOTH_FILE = "unsloth_zoo/fused_losses/fused_linear.py"
+UNSLOTH_ROWS = (1024, 2048)  # by default 512 of a vocabulary of 128,256
 
 
 def full_logits(x: Any, w: Any, xt: Any, wt: Any, beta: float) -> torch.Tensor:
@@ -147,6 +156,33 @@ def _trl(beta: float) -> Callable[[Any], torch.Tensor]:
     return loss
 
 
+@functools.cache
+def _unsloth_module() -> types.ModuleType:
+    """unsloth_zoo's file of fused linear losses, which imports torch and triton alone.
+
+    Raises:
+        ImportError: It is not there.
+    """
+    path = os.environ.get("UNSLOTH_FUSED_LINEAR")
+    if path is None:
+        try:
+            files = importlib.metadata.files("unsloth_zoo") or []
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError("unsloth_zoo is not installed, and UNSLOTH_FUSED_LINEAR names no file of it") from None
+        path = str(next(file.locate() for file in files if str(file) == UNSLOTH_FILE))
+    spec = importlib.util.spec_from_file_location("unsloth_fused_linear", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ImportError(f"UNSLOTH_FUSED_LINEAR: expected unsloth_zoo's fused_linear.py, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _unsloth(beta: float, rows: int | None = None) -> Callable[[Any], torch.Tensor]:
+    function = _unsloth_module().fused_linear_jsd
+    return lambda i: function(i.x, i.w, i.x_teacher, i.w_teacher, beta=beta, rows_per_chunk=rows)
+
+
 def _of_full_logits(function: Callable[..., torch.Tensor], beta: float) -> Callable[[Any], torch.Tensor]:
     return lambda i: function(i.x, i.w, i.x_teacher, i.w_teacher, beta)
 
@@ -162,6 +198,9 @@ def rivals(beta: float) -> dict[str, Callable[[], Callable[[Any], torch.Tensor]]
     }
     if beta == 0.0:
         made["Liger LigerFusedLinearKLDivLoss"] = _liger_probabilities
+    made["unsloth_zoo fused_linear_jsd"] = lambda: _unsloth(beta)
+    for rows in UNSLOTH_ROWS:
+        made[f"unsloth_zoo fused_linear_jsd, chunks of {rows:,} rows"] = functools.partial(_unsloth, beta, rows)
     for rows in CHUNKS:
         for dtype, bits in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
             name = f"torch.compile, chunks of {rows:,} rows, {bits} logits"

@@ -2,6 +2,7 @@
 
 held_out      figures against the loaded teacher over the whole vocabulary, on held-out rows, with 95 % intervals
 own_teacher   KL to the teacher that the run learned from, on held-out rows
+run_figures   what the run itself measures, its tasks included: what `distill compare --reference` compares with
 own_answers   the same on the student's own answers to the held-out prompts, sampled at T = 1, and the final numbers
               of its greedy answers (GSM8K)
 answers       exact answers to held-out questions (tasks.py)
@@ -30,6 +31,7 @@ from distill.generation.documents import RolloutDocument, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
 from distill.recipe import Recipe
+from distill.reports.run_manifest import Measured
 from distill.run import Opened, Prepared
 from scripts.study import sums
 from scripts.study.planner import Run
@@ -149,6 +151,17 @@ def _own_teacher_row(subject: Subject, before: HeldOut, after: HeldOut) -> dict[
         return {}
     kl = {"kl": [before.forward_kl, after.forward_kl], "reverse_kl": [before.reverse_kl, after.reverse_kl]}
     return kl | {"held_out_tokens": after.tokens}
+
+
+def _run_figures_row(subject: Subject, before: Measured, after: Measured) -> dict[str, Any]:
+    row: dict[str, Any] = {"held_out_tokens": after.held_out.tokens}
+    for when, found in (("before", before), ("after", after)):
+        row[when] = {name: value for name, value in found.held_out._asdict().items() if name != "tokens"}
+    if after.tasks:
+        row["accuracy"] = {
+            name: {"before": before.tasks[name].value, "after": found.value} for name, found in after.tasks.items()
+        }
+    return row
 
 
 # ---------------------------------------------------------------- by the student's own answers
@@ -286,6 +299,7 @@ def _as_measured(subject: Subject, before: Any, after: dict[str, Any]) -> dict[s
 JUDGES = {
     "held_out": Judge(held_out, _held_out_row, before=True),
     "own_teacher": Judge(_own_teacher, _own_teacher_row, before=True),
+    "run_figures": Judge(lambda subject: subject.started.results.measure(), _run_figures_row, before=True),
     "own_answers": Judge(_own_answers, _as_measured),
     "answers": Judge(_exact, _as_measured),
     "sums_right": Judge(_sums_right, _as_measured),
@@ -296,7 +310,10 @@ JUDGES = {
 def shown(row: dict[str, Any]) -> str:
     """Return the main figures of a row in a line."""
     if "after" in row:
-        value, low, high = row["after"]["forward_kl"]
+        found = row["after"]["forward_kl"]
+        if not isinstance(found, list):
+            return f"KL {row['before']['forward_kl']:.3f} to {found:.3f}"
+        value, low, high = found
         return f"KL {row['before']['forward_kl']:.3f} to {value:.3f} ({low:.3f} to {high:.3f})"
     right = {name: bits for name, bits in row["right"].items() if isinstance(bits, str)}
     return ", ".join(f"{name} {bits.count('1') / len(bits):.1%}" for name, bits in right.items())

@@ -85,6 +85,23 @@ def test_every_public_name_has_its_reference_and_its_line_in_the_table():
     assert all(f"[`{name}`](api/" in table and re.search(rf"^::: \S+\.{name}$", references, re.M) for name in public)
 
 
+def test_every_claim_is_shown_by_something_that_is_there():
+    """Tests that docs/reference/claims.md names exist, and rows of the cases that it names."""
+    lines = (ROOT / "docs/reference/claims.md").read_text().splitlines()
+    claims = [line for line in lines if line.startswith("| ") and "---" not in line][1:]
+    cases = {row["case"] for path in readme.RESULTS.glob("*.jsonl") for row in map(json.loads, path.open())}
+    for claim in claims:
+        shown_by = claim.strip("| ").rpartition(" | ")[2]
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", shown_by):
+            assert not name or f"def {name}(" in (ROOT / file).read_text(), f"{file} has no test {name}"
+            assert (ROOT / file).is_file(), claim
+        for names in re.findall(r"rows ((?:`[\w ]+`(?:, )?)+)", shown_by):
+            for case in re.findall("`([^`]+)`", names):
+                assert any(known == case or known.startswith(f"{case} ") for known in cases), f"no rows of {case}"
+        assert re.search(r"`tests/|rows `|\]\(|run by CI|read, not run", shown_by), claim
+    assert len(claims) > 25
+
+
 def test_every_reference_of_the_api_pages_names_something_with_a_docstring():
     for page in PAGES:
         for target in re.findall(r"^::: (\S+)$", page.read_text(), re.M):

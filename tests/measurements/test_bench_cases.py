@@ -80,6 +80,37 @@ def test_rivals_in_plain_pytorch_agree(beta):
             assert relative_error(one, other) < 1e-5
 
 
+def test_unsloth_zoo_is_loaded_by_its_file_or_named_as_missing(monkeypatch, tmp_path):
+    name = "unsloth_zoo fused_linear_jsd"
+    loss_rivals._unsloth_module.cache_clear()
+    monkeypatch.setenv("UNSLOTH_FUSED_LINEAR", str(tmp_path / "gone.py"))
+    with pytest.raises(ImportError, match=r"UNSLOTH_FUSED_LINEAR: expected .*fused_linear\.py, got .*gone\.py"):
+        loss_rivals.rivals(0.5)[name]()
+    monkeypatch.delenv("UNSLOTH_FUSED_LINEAR")
+    try:
+        loss_rivals.rivals(0.5)[name]()
+    except ImportError as error:
+        assert str(error) == "unsloth_zoo is not installed, and UNSLOTH_FUSED_LINEAR names no file of it"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("rows", [None, 3])
+def test_unsloth_zoo_computes_the_same_loss(beta, rows):
+    loss_rivals._unsloth_module.cache_clear()
+    try:
+        loss = loss_rivals._unsloth(beta, rows)
+    except ImportError as error:
+        pytest.skip(str(error))
+    operands = realistic_heads(7, 200, 16, 24)
+    leaves = [t.requires_grad_() for t in operands[:2]]
+    wide = [t.detach().double().requires_grad_(i < 2) for i, t in enumerate(operands)]
+    exact = FusedDistillationLoss([LossTerm("jsd", 1.0, beta=beta)])(*wide)
+    found = loss(SimpleNamespace(x=operands[0], w=operands[1], x_teacher=operands[2], w_teacher=operands[3]))
+    right = [exact, *torch.autograd.grad(exact, wide[:2])]
+    for one, other in zip([found, *torch.autograd.grad(found, leaves)], right, strict=True):
+        assert relative_error(one, other) < 1e-5
+
+
 def test_small_models_are_picked_exactly():
     assert small.chosen(False, "smollm2 ours; qwen2.5 plain") == [("smollm2", "ours"), ("qwen2.5", "plain")]
     assert small.chosen(False, "flagship") == [("flagship", name) for name in small.CANDIDATES]
