@@ -61,7 +61,7 @@ def answers(model, fused, sampling=GREEDY, new=4, **more):
     return loop.generate(PROMPTS, max_new_tokens=new, sampling=sampling, seeds=[5, 6, 7])
 
 
-@pytest.mark.plain("llama-greedy", "mistral-window-cut")
+@pytest.mark.plain("mistral-window-cut")
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(1.0), Sampling(0.9, 20, 0.9, 0.02)], ids=["greedy", "all", "cut"]
 )

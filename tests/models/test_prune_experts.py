@@ -88,7 +88,7 @@ def without_experts(model, kept, monkeypatch):
         return logits(model)
 
 
-@pytest.mark.plain("mixtral", "gpt_oss", "phimoe", "jamba", "minimax", "dots1", "nemotron_h", "hy_v4", "axk2")
+@pytest.mark.plain("gpt_oss", "mixtral", "jamba")
 @pytest.mark.parametrize("family", [*SOFTMAX, *SIGMOID])
 def test_dropped_experts_are_as_if_no_token_were_routed_to_them(family, tmp_path, monkeypatch):
     teacher = drawn(family)

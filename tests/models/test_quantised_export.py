@@ -37,6 +37,7 @@ def save_quantised(folder, name, learned=True, scale=0.85, **more):
     return model
 
 
+@pytest.mark.plain("q4_k-llama-types3", "q8_0-llama-types1", "q4_0-qwen2-types2")
 @pytest.mark.parametrize(
     "name, kind, types",
     [
@@ -225,6 +226,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.plain("int4_g32", "fp8")
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
     student = train(format)

@@ -95,6 +95,7 @@ def test_few_rows_gradients_and_other_dtypes_take_the_usual_path(products):
     assert (logits(teacher) - many).norm() < 0.02 * many.norm() and len(products) == 2
 
 
+@pytest.mark.plain("fp8", "adapter", "hook")
 @pytest.mark.parametrize("change", ["hook", "moved", "copied", "fp8", "adapter", "replaced"])
 def test_what_happens_to_a_layer_later_is_heard(products, change):
     """One product would pass it over."""

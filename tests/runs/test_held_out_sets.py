@@ -97,6 +97,7 @@ CONTEXT = [
 ]
 
 
+@pytest.mark.plain("stored")
 @pytest.mark.parametrize(
     "more",
     [["teacher.online_cache=store"], ["teacher={type: cache, path: kept}"], CONTEXT],

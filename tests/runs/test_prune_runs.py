@@ -136,6 +136,7 @@ def test_adapters_and_random_teachers_train(place):
     assert student("drawn").config.intermediate_size == 40
 
 
+@pytest.mark.plain("{from_teacher: {layers: 2}, lora: {r: 2}}")
 @pytest.mark.parametrize(
     "student",
     [

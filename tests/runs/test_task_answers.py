@@ -254,6 +254,7 @@ def test_a_function_is_run_only_where_the_plugin_allows_it_and_must_return_1_or_
         run_with(here)
 
 
+@pytest.mark.plain("fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_answer_as_one_does(here, strategy):
     from two_ranks import run_as_two

@@ -96,6 +96,7 @@ def assert_same(one, other):
     assert all(torch.equal(tensor, other[3][name]) for name, tensor in one[3].items())
 
 
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_half_the_weights_and_the_same_run(workplace, precision):
     """Held against a run whose teacher is read from a copy of the files."""
@@ -271,6 +272,7 @@ def test_an_average_of_adapters_is_that_of_its_definition(workplace):
     assert load_file(workplace / FILE).keys() == own.keys(), "a checkpoint holds the averaged adapters alone"
 
 
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, precision):
     given = recipe(f"train.precision={precision}", AVERAGED)
@@ -340,6 +342,7 @@ def routes(math="base", code="base", **more):
     return ["teacher=", f"teachers={json.dumps(each)}", "data.fields={teacher: domain}"]
 
 
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_adapters_of_one_base_hold_it_once(adapters, precision):
     """Held against teachers of three copies of the base: the same outputs, the same run."""
