@@ -80,7 +80,7 @@ def test_tokens_equal_those_of_the_models_own_layers(kernel_device, kind, sampli
         assert one == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.plain("torch.bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
 def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
     """Against fp64: the engine's log-probabilities of its own tokens are no further from the truth."""

@@ -196,6 +196,7 @@ def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workp
     assert same(weights_of(resumed.folder / "student"), weights_of(whole.folder / "student"))
 
 
+@pytest.mark.full
 def test_each_stage_keeps_its_own_best(workplace):
     text = KEPT + "stages: [{name: first, train: {learning_rate: 3}}, {name: second, train: {keep_best: agreement}}]\n"
     result = run(parse(text, [PLAIN, "train.learning_rate=3e-2"], name="staged"))

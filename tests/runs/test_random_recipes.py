@@ -126,7 +126,7 @@ def cut_off(name, again, step):
         shutil.rmtree(f"runs/{again}/checkpoint-{later}")
 
 
-@pytest.mark.plain("0")
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_go_on_from_any_checkpoint_and_in_other_micro_batches(workplace, monkeypatch, seed):
     monkeypatch.chdir(workplace)

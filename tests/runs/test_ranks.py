@@ -289,7 +289,7 @@ def test_a_refused_rank_ends_the_other_one_of_a_command(places, name, fault, ran
     assert not (out / "manifest.json").exists()
 
 
-@pytest.mark.plain("cache-1", "sample in shards-0")
+@pytest.mark.plain("cache-1")
 @pytest.mark.parametrize(("name", "rank"), [("cache", 1), ("cache in shards", 0), ("sample in shards", 0)])
 def test_a_killed_rank_ends_the_other_one_of_a_command(places, name, rank):
     command, out = command_of(name, places)

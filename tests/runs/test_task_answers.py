@@ -195,6 +195,7 @@ def test_a_run_answers_its_tasks(here, capsys):
     assert "sums: accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_teacher_is_asked_the_same_and_answers_as_a_student_of_its_weights_does(here):
     result = run_with(here, "student={model: teacher}")
     assert result.tasks["sums"]["teacher"] == result.tasks["sums"]["before"]

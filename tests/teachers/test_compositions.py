@@ -179,6 +179,7 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
 
 
+@pytest.mark.plain("mixture: served, filled-('kept',)")
 @pytest.mark.parametrize(
     ("name", "stores"),
     [("routed: filled with a context, served and filled", ("one", "two")), ("mixture: served, filled", ("kept",))],
@@ -196,7 +197,7 @@ def test_a_run_whose_stores_are_full_by_now_is_resumed(name, stores, place, addr
         assert hash_of(run(recipe, name="golden", resume=True).folder / "student") == expected
 
 
-@pytest.mark.plain("on-policy")
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [OWN, TOLD], ids=["on-policy", "data"])
 def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place):
     """And not the teacher without its context."""

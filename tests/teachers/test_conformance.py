@@ -54,6 +54,7 @@ def teacher_classes(base=Teacher):
         yield base
 
 
+@pytest.mark.full
 def test_every_teacher_and_format_is_here(subject_of):
     for module in pkgutil.walk_packages(teachers.__path__, "distill.teachers."):
         importlib.import_module(module.name)

@@ -293,6 +293,7 @@ def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, pr
     assert any(not torch.equal(p, weights[name]) for name, p in one.items())
 
 
+@pytest.mark.full
 def test_a_resumed_run_continues_the_average_of_adapters(workplace):
     settings = ["train.save_every=2", "train.arguments={save_total_limit: 4}", AVERAGED]
     straight = run(recipe(*settings), name="straight").folder
