@@ -8,6 +8,7 @@ only when a command needs them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -281,6 +282,12 @@ def _print_resume_command(how: str, folder: Path, recipe: str, overrides: Sequen
         console.print_error(f"{how} before the first checkpoint (train.save_every): nothing to resume")
 
 
+@functools.cache
+def _command() -> Callable[..., Any]:
+    """Return the command with all of its commands; typer reads every signature and hint for it, 50 ms."""
+    return typer.main.get_command(app)
+
+
 def run_command(arguments: Sequence[str] | None = None) -> int:
     """Run `distill` with these arguments (`sys.argv` otherwise) and return its exit code.
 
@@ -290,7 +297,7 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     """
     launch.command_line[:] = rename_options(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=launch.command_line, prog_name="distill", standalone_mode=False)
+        code = _command()(args=launch.command_line, prog_name="distill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "distill"

@@ -59,7 +59,7 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     assert not (workplace / "runs").exists()
 
 
-@pytest.mark.plain("['student.lora={r: 4}']")
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [["student.lora={r: 4}"], ["student.lora=null"]])
 def test_a_quantised_student_is_examined_as_the_run_trains_it(workplace, no_second_process, lora):
     recipe = load("r.yaml", ["student.quantise={format: q4_0}", *lora])

@@ -203,6 +203,7 @@ def test_equal_models_have_nothing_to_learn(folders):
         assert_as_good_as_torch(one, other, other, torch.float32)
 
 
+@pytest.mark.full
 def test_a_run_learns_across_tokenizers(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recipe = parse(RECIPE.format(**{path.stem: path for path in folders.iterdir()}))

@@ -50,6 +50,27 @@ REFUSED = {
     ("the teacher's own", "eval"): "distill eval: requires a teacher that reads the student's prompts",
     ("the teacher's own", "eval of other data"): "distill eval: requires a teacher that reads the student's prompts",
 }
+# each command with the pairs that tell most: the teacher's own variables, and a tokenizer of another family
+CELLS = [
+    ("the teacher's own", "run"),
+    ("another family, its own", "run"),
+    ("another family, its own", "run on prompts"),
+    ("the teacher's own", "cache"),
+    ("another family without variables", "cache"),
+    ("the teacher's own", "sample teacher"),
+    ("another family without variables", "sample teacher"),
+    ("the data's", "sample student"),
+    ("the teacher's own", "generate"),
+    ("another family, its own", "generate"),
+    ("the data's", "eval"),
+    ("the teacher's own", "eval"),
+    ("another family, its own", "eval"),
+    ("the teacher's own", "eval of other data"),
+    ("another family", "eval of other data"),
+    ("another family without variables", "eval tasks"),
+    pytest.param("the teacher's own", "doctor", marks=pytest.mark.full),
+    pytest.param("another family, its own", "doctor", marks=pytest.mark.full),
+]
 SEES = {"sample teacher": {"teacher"}, "sample student": {"student"}, "cache": {"teacher"}}
 
 
@@ -150,8 +171,7 @@ def harness(library):
         library.setitem(sys.modules, module.__name__, module)
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.full) if c == "doctor" else c for c in COMMANDS])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("pair", "command"), CELLS)
 def test_a_command_reads_the_prompts_of_training(folders, prompts_read, harness, monkeypatch, capsys, pair, command):
     *_, student, teacher = PAIRS[pair]
     folder = folders(pair)

@@ -117,7 +117,7 @@ def test_a_prefix_that_a_seat_holds_is_not_computed_again():
     assert [count for count in seen if count > 1] == [6 * 9 - 1], "the longest; the others reuse its sequence slot"
 
 
-@pytest.mark.plain("mistral-window")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["mistral-window", "llama"])
 def test_kernels_attend_to_shared_prefixes(kernel_device, kind, limit):
     limit.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 5)
@@ -204,7 +204,7 @@ def test_every_turn_is_a_place_to_answer(workplace):
     assert len(documents_of(Collator(2)([*last.train, *last.validation]))) == 20 and BLOCK not in last.train[0]
 
 
-@pytest.mark.plain("()", "('data.on_policy.engine=transformers',)")
+@pytest.mark.plain("()")
 @pytest.mark.parametrize("more", [(), ("data.packing=false",), ("data.on_policy.engine=transformers",)])
 def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, more, watch):
     calls = []

@@ -91,7 +91,7 @@ def inputs(kind):
     return given
 
 
-@pytest.mark.parametrize("order", ["adapter first", "patch first"])
+@pytest.mark.parametrize("order", ["adapter first", pytest.param("patch first", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_patched_model_computes_what_peft_does(kind, order):
     original = adapted(base(), kind)

@@ -33,12 +33,13 @@ KINDS = {
 }
 
 
-@pytest.mark.plain("qwen3", "qwen3_moe")
+@pytest.mark.plain("qwen3")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_family_holds(name, tmp_path):
     assert checks.examine(name, tmp_path)["failed"] == []
 
 
+@pytest.mark.full
 def test_a_failure_of_a_family_is_a_row_and_not_the_end(tmp_path, fault):
     fault.setattr(checks, "MOST_KL", -1.0)
     found = checks.examine("llama", tmp_path)

@@ -61,7 +61,7 @@ def answers(model, fused, sampling=GREEDY, new=4, **more):
     return loop.generate(PROMPTS, max_new_tokens=new, sampling=sampling, seeds=[5, 6, 7])
 
 
-@pytest.mark.plain("llama-greedy", "mistral-window-cut")
+@pytest.mark.plain("mistral-window-cut")
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(1.0), Sampling(0.9, 20, 0.9, 0.02)], ids=["greedy", "all", "cut"]
 )
@@ -80,7 +80,7 @@ def test_tokens_equal_those_of_the_models_own_layers(kernel_device, kind, sampli
         assert one == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.plain("torch.bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
 def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
     """Against fp64: the engine's log-probabilities of its own tokens are no further from the truth."""

@@ -72,7 +72,7 @@ def test_a_line_of_a_gibibyte_is_named_and_takes_little_memory(tmp_path, name, b
     assert peak < 400, "MiB; a line of 1,000 MiB was held as a whole"
 
 
-@pytest.mark.plain("a.txt-word ")
+@pytest.mark.full
 @pytest.mark.parametrize("name, unit", [("a.txt", b"word "), ("a.json", b" ")])
 def test_a_text_of_a_gibibyte_comes_in_parts(tmp_path, name, unit):
     packed(tmp_path / f"{name}.gz", [unit * (MIB // len(unit))] * 1000)

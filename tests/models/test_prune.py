@@ -102,7 +102,7 @@ def test_dropped_heads_and_columns_are_as_if_they_gave_zero(kind, cut, tie, tmp_
     assert not torch.allclose(logits(student), before, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.plain("llama-True", "qwen2-True", "qwen3-True", "gemma2-False", "granite-False", "mistral-False")
+@pytest.mark.plain("llama-True", "gemma2-False")
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_channels_that_are_zero_can_be_dropped(kind, tie):

@@ -43,7 +43,7 @@ def without_columns(model, columns):
     return model
 
 
-@pytest.mark.plain("mixtral", "gpt_oss", "phimoe", "jamba", "minimax", "dots1", "nemotron_h", "hy_v4", "axk2")
+@pytest.mark.plain("gpt_oss", "mixtral", "jamba")
 @pytest.mark.parametrize("family", [*SOFTMAX, *SIGMOID])
 def test_dropped_columns_of_experts_are_as_if_they_were_zero(family, tmp_path):
     teacher = drawn(family)

@@ -88,7 +88,7 @@ def without_experts(model, kept, monkeypatch):
         return logits(model)
 
 
-@pytest.mark.plain("mixtral", "gpt_oss", "phimoe", "jamba", "minimax", "dots1", "nemotron_h", "hy_v4", "axk2")
+@pytest.mark.plain("gpt_oss", "mixtral", "jamba")
 @pytest.mark.parametrize("family", [*SOFTMAX, *SIGMOID])
 def test_dropped_experts_are_as_if_no_token_were_routed_to_them(family, tmp_path, monkeypatch):
     teacher = drawn(family)
@@ -231,6 +231,7 @@ def test_a_mixture_is_pruned_and_trained_and_resumed_to_the_bit(place, capsys):
     assert first["model.layers.0.mlp.experts.gate_up_proj"].shape[:2] == (3, 48)
 
 
+@pytest.mark.full
 def test_shapes_are_proposed_with_fewer_experts_and_columns(place, capsys):
     assert run_command(["prune", "tiny.yaml", "--to", "0.6", "--json"]) == 0
     found = {each["name"]: each["from_teacher"] for each in json.loads(capsys.readouterr().out)}
@@ -245,6 +246,7 @@ AXES = {
 }
 
 
+@pytest.mark.full
 def test_all_columns_of_a_mixture_shrink_alike():
     """Those of dense layers, experts and shared experts; a field that no module is made by is left as it is."""
     wide = {"intermediate_size": 2048, "moe_intermediate_size": 1024}
@@ -262,6 +264,7 @@ def test_all_columns_of_a_mixture_shrink_alike():
         assert both.experts < 64 and axes[-1] < getattr(both, AXES[family][-1])
 
 
+@pytest.mark.full
 def test_a_shape_that_a_family_cannot_be_cut_to_is_left_out_with_a_line(place, capsys, caplog):
     save_models(place, text=TEXT, teacher={"layers": 6, "seed": 1, "kind": "cohere"})
     overrides = ["student.from_teacher={layers: 2, importance: {rows: 4, layer_rows: 2}}"]

@@ -37,6 +37,7 @@ def save_quantised(folder, name, learned=True, scale=0.85, **more):
     return model
 
 
+@pytest.mark.plain("q4_k-llama-types3", "q8_0-llama-types1", "q4_0-qwen2-types2")
 @pytest.mark.parametrize(
     "name, kind, types",
     [
@@ -175,6 +176,7 @@ ADAPTER = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "format, arguments, reads",
     [
@@ -225,6 +227,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.plain("int4_g32", "fp8")
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
     student = train(format)
@@ -253,6 +256,7 @@ def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
             assert torch.equal(values.flatten(-2), own[key]) and key not in packed
 
 
+@pytest.mark.full
 def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path, capsys):
     found = {}
     for method in ("nearest", "importance", "gptq"):
@@ -356,6 +360,7 @@ def test_a_packed_mixture_of_experts_keeps_the_names_of_its_files(tmp_path):
     assert {name.removesuffix(".weight") for name in kept} | {"lm_head"} <= set(others)
 
 
+@pytest.mark.full
 def test_a_run_is_rounded_on_its_own_rows(workplace, capsys):
     train("int4_g32")
     capsys.readouterr()

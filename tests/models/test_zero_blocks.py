@@ -51,6 +51,7 @@ def train(model, weights, steps, optimizer=None):
     return optimizer
 
 
+@pytest.mark.plain("False-q4_k", "True-q6_k", "True-q4_0", "False-nvfp4")
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_matrix_that_begins_at_zero_trains(name, lora):
@@ -65,6 +66,7 @@ def test_a_matrix_that_begins_at_zero_trains(name, lora):
     assert gap <= 0.6 * master.abs().amax(), f"{gap:.3g} of {master.abs().amax():.3g}"
 
 
+@pytest.mark.full
 def test_blocks_without_negative_weights_get_some():
     """Their minima begin at 0, which a learned one, a product, never leaves: 56 % of such blocks stayed at 0."""
     model = tiny_model(seed=1, hidden=256)

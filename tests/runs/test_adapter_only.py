@@ -37,6 +37,7 @@ def figures(out):
     return {name: interval["value"] for name, interval in json.loads(out)["figures"].items()}
 
 
+@pytest.mark.full
 def test_every_command_takes_an_adapter_as_it_takes_a_merged_student(workplace, capsys, monkeypatch):
     both, alone = trained("both"), trained("adapter")
     names = {path.name for path in (alone / "student").iterdir()}

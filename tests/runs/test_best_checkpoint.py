@@ -34,6 +34,7 @@ def best_of(folder):
     return folder / best.rpartition("/")[2]
 
 
+@pytest.mark.plain("lora")
 @pytest.mark.parametrize("more", [[], ["student.lora.r=4", WORST]], ids=["full", "lora"])
 def test_a_quantised_student_is_that_of_the_best_checkpoint(workplace, more):
     result = run(parse(RECIPE, more, name="best"))
@@ -92,6 +93,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.plain("kl-min", "agreement-max")
 @pytest.mark.parametrize("figure, best_of", [("kl", min), ("perplexity", min), ("agreement", max)])
 def test_the_student_of_the_best_evaluation_is_kept(workplace, figure, best_of):
     result = run(parse(KEPT, [PLAIN, f"train.keep_best={figure}", "train.steps=7"], name="best"))
@@ -176,6 +178,7 @@ def killed_in(watch, moment, step):
     watch.setattr(DistillationTrainer, "evaluate", end)
 
 
+@pytest.mark.plain("full-before", "full-after")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("more", [[PLAIN], ["student.lora.r=4"]], ids=["full", "quantised-lora"])
 def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workplace, monkeypatch, moment, more):
@@ -193,6 +196,7 @@ def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workp
     assert same(weights_of(resumed.folder / "student"), weights_of(whole.folder / "student"))
 
 
+@pytest.mark.full
 def test_each_stage_keeps_its_own_best(workplace):
     text = KEPT + "stages: [{name: first, train: {learning_rate: 3}}, {name: second, train: {keep_best: agreement}}]\n"
     result = run(parse(text, [PLAIN, "train.learning_rate=3e-2"], name="staged"))

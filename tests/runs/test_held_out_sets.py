@@ -97,6 +97,7 @@ CONTEXT = [
 ]
 
 
+@pytest.mark.plain("stored")
 @pytest.mark.parametrize(
     "more",
     [["teacher.online_cache=store"], ["teacher={type: cache, path: kept}"], CONTEXT],
@@ -116,6 +117,7 @@ def test_sets_are_measured_with_every_kind_of_teacher(here, more):
     assert "eval_maths_agreement" in rows_of(result.folder)[-1]
 
 
+@pytest.mark.full
 def test_evaluations_have_a_batch_size_of_their_own(here):
     from distill.training.trainer import DistillationTrainer
 

@@ -69,6 +69,7 @@ def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
     assert chosen[1]["stochastic_rounding"] and not chosen[1]["master_weights"]
 
 
+@pytest.mark.plain("galore_adamw-galore_torch")
 @pytest.mark.parametrize(
     ("name", "package"),
     [("galore_adamw", "galore_torch"), ("adamw_bnb_8bit", "bitsandbytes"), ("schedule_free_sgd", "schedulefree")],

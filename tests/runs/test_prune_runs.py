@@ -106,6 +106,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(place, interrupted):
     assert_equal("parts", "whole")
 
 
+@pytest.mark.full
 def test_a_cached_teacher_holds_the_student_that_was_cut(place, capsys):
     assert run_command(["cache", "tiny.yaml", "--out", "stored", "--hidden"]) == 0
     cached = run(recipe("teacher={type: cache, path: stored}"), name="cached")
@@ -119,12 +120,14 @@ def test_a_cached_teacher_holds_the_student_that_was_cut(place, capsys):
         run(recipe("teacher={type: cache, path: stored}", "student.from_teacher.hidden=16"), name="another")
 
 
+@pytest.mark.full
 def test_a_teacher_whose_outputs_are_kept_cuts_once(place, choices):
     for name in ("first", "second"):
         run(recipe("teacher.online_cache=kept", "train={epochs: 1, steps: null, tokens_per_step: 512}"), name=name)
     assert_equal("first", "second")
 
 
+@pytest.mark.full
 def test_adapters_and_random_teachers_train(place):
     lora = run(recipe("student.lora={r: 2}", "train.learning_rate=2e-2"), name="lora")
     assert lora.after.forward_kl < lora.before.forward_kl
@@ -136,6 +139,7 @@ def test_adapters_and_random_teachers_train(place):
     assert student("drawn").config.intermediate_size == 40
 
 
+@pytest.mark.plain("{from_teacher: {layers: 2}, lora: {r: 2}}")
 @pytest.mark.parametrize(
     "student",
     [

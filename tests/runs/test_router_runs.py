@@ -92,6 +92,7 @@ def test_layers_computed_again_and_adapters_have_the_losses_too(workplace, finis
 FROZEN = ["student.freeze=[router]"]
 
 
+@pytest.mark.plain("fsdp")
 @pytest.mark.parametrize(
     ("parallel", "more"),
     [([], []), (["parallel.strategy=fsdp"], []), (["parallel.strategy=fsdp"], FROZEN)],

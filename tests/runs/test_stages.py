@@ -139,7 +139,7 @@ def test_a_later_stage_is_refused_another_teacher_than_the_earlier_ones_had(work
     assert "teacher" in capsys.readouterr().err and not (workplace / "runs/tiny/student").exists()
 
 
-@pytest.mark.plain("")
+@pytest.mark.full
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_damaged_result_is_no_finished_stage(workplace, finished, content, capsys):
     end_before_the_last_stage(workplace / "runs/tiny")
@@ -162,6 +162,7 @@ def test_no_stage_starts_from_a_damaged_student(workplace, stage, name, capsys):
     assert f"{name} is damaged" in capsys.readouterr().err and not (workplace / "runs/tiny/student").exists()
 
 
+@pytest.mark.full
 def test_a_staged_run_may_be_moved(workplace, finished, capsys):
     end_before_the_last_stage(workplace / "runs/tiny")
     (workplace / "runs/tiny").rename(workplace / "runs/moved")
@@ -220,6 +221,7 @@ def test_a_later_stage_that_cannot_run_fails_the_check(workplace, stage, named, 
     assert text.count("tiny/stages/") == text.count("runs/tiny/stages/"), "names the plan's temporary folder"
 
 
+@pytest.mark.full
 def test_the_quantisation_of_a_later_stage_is_planned(workplace, capsys):
     """40 columns are no whole blocks of q4_0."""
     stage = "{student: {from_teacher: {intermediate: 40}, quantise: {format: q4_0}}}"

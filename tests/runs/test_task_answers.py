@@ -195,6 +195,7 @@ def test_a_run_answers_its_tasks(here, capsys):
     assert "sums: accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_teacher_is_asked_the_same_and_answers_as_a_student_of_its_weights_does(here):
     result = run_with(here, "student={model: teacher}")
     assert result.tasks["sums"]["teacher"] == result.tasks["sums"]["before"]
@@ -254,6 +255,7 @@ def test_a_function_is_run_only_where_the_plugin_allows_it_and_must_return_1_or_
         run_with(here)
 
 
+@pytest.mark.plain("fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_answer_as_one_does(here, strategy):
     from two_ranks import run_as_two

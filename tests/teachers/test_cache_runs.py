@@ -129,7 +129,7 @@ def test_hidden_states_of_a_teacher_whose_head_is_padded_further(here):
     assert list(ours.after) == pytest.approx(list(online.after), rel=2e-4, abs=1e-5)
 
 
-@pytest.mark.plain("sampled-forward_kl")
+@pytest.mark.full
 @pytest.mark.parametrize("tail, loss", [("sampled", "forward_kl"), ("renormalize", "reverse_kl")])
 def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
     assert run_command(["cache", "tiny.yaml", "--top-k", "12", "--tail", tail, "--out", tail]) == 0

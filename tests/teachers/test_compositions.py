@@ -140,15 +140,10 @@ def figures_of_base(place):
 
 
 @pytest.mark.plain(
-    "served, context",
-    "served and filled, context",
-    "served, retokenised",
-    "filled, retokenised",
-    "routed: filled with a context, served and filled",
-    "routed: served and retokenised",
     "routed: served and retokenised, on-policy",
     "served with a context, in a mixture, on-policy",
-    "mixture: served, filled",
+    "routed: filled with a context, served and filled",
+    "filled, retokenised",
 )
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
@@ -157,6 +152,7 @@ def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
         assert figures_of(Golden(addressed(text)), None) == figures_of_base(base)
 
 
+@pytest.mark.plain("retokenised-rows1")
 @pytest.mark.parametrize(("base", "rows"), [("context", f", {INFORMED}}}\n{TOLD}"), ("retokenised", f"}}\n{CROSS}")])
 def test_a_filled_store_is_read_without_the_teacher(base, rows, place, figures_of_base):
     """Both spellings work; rounding depends on the rows that a document was first read with."""
@@ -183,6 +179,7 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
 
 
+@pytest.mark.plain("mixture: served, filled-('kept',)")
 @pytest.mark.parametrize(
     ("name", "stores"),
     [("routed: filled with a context, served and filled", ("one", "two")), ("mixture: served, filled", ("kept",))],
@@ -200,7 +197,7 @@ def test_a_run_whose_stores_are_full_by_now_is_resumed(name, stores, place, addr
         assert hash_of(run(recipe, name="golden", resume=True).folder / "student") == expected
 
 
-@pytest.mark.plain("on-policy")
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [OWN, TOLD], ids=["on-policy", "data"])
 def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place):
     """And not the teacher without its context."""
@@ -265,19 +262,10 @@ DOCTORED |= {
 DOCTORED["routed, one retokenised"] = BASES["routed, one retokenised"]
 DOCTORED["mixture, one with a context"] = BASES["mixture, one with a context"]
 DOCTORED["mixture, one with a context, on-policy"] = BASES["the same, on-policy"]
-IN_PLAIN = (
-    "mixture, one with a context",
-    "served top k, context",
-    "served, retokenised, on-policy",
-    "local top k, on-policy",
-    "routed, one of top k",
-    "routed: served and retokenised, on-policy",
-)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_PLAIN else pytest.mark.full) for name in DOCTORED]
-)
+@pytest.mark.plain("mixture, one with a context", "local top k, on-policy", "routed: served and retokenised, on-policy")
+@pytest.mark.parametrize("name", DOCTORED)
 def test_every_invariant_holds(name, place, addressed, capsys, monkeypatch):
     """Loss and gradients against the reference in fp64, accumulation, packing, padding and the tokens that are read."""
     from distill.doctor import examine

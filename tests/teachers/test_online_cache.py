@@ -287,6 +287,7 @@ def test_less_may_be_stored(here, asked, capsys, name, dtype):
     assert first.after.forward_kl < first.before.forward_kl
 
 
+@pytest.mark.full
 def test_a_student_that_is_cut_is_stored_and_another_one_is_cut_from_the_weights(here, unloaded):
     cut = "student={from_teacher: {layers: 2}}"
     first, longer = run(recipe(cut), name="first"), run(recipe("student={from_teacher: {layers: 3}}"), name="longer")
@@ -382,6 +383,7 @@ def test_a_second_run_reads_while_the_first_stores(here, asked):
     assert second.after.forward_kl < second.before.forward_kl and sum(asked) > count
 
 
+@pytest.mark.full
 def test_the_teachers_of_a_full_and_of_a_half_full_folder_have_one_fingerprint(here):
     first = run(recipe(), name="first")
     again = run(recipe(), name="again")

@@ -87,6 +87,7 @@ def loaded(place):
     return trained(recipe_of(place, {}), "loaded")
 
 
+@pytest.mark.plain("math and talk")
 @pytest.mark.parametrize("served", [("talk",), TEACHERS], ids=" and ".join)
 def test_served_routes_train_bit_identically(place, urls, loaded, served):
     recipe = recipe_of(place, {name: urls[name] for name in served})
@@ -212,6 +213,7 @@ def test_validate_looks_at_the_paths_of_every_route(place, tmp_path, name):
     assert [note for note in notes if note.startswith(f"teachers.1.{name}: ")], notes
 
 
+@pytest.mark.full
 def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, at_step):
     """The run goes on with another server of that route's teacher."""
     source = source_of(recipe_of(place, urls))

@@ -94,6 +94,7 @@ def assert_same(one, other):
     assert all(torch.equal(tensor, other[3][name]) for name, tensor in one[3].items())
 
 
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_half_the_weights_and_the_same_run(workplace, precision):
     """Held against a run whose teacher is read from a copy of the files."""
@@ -260,6 +261,7 @@ def test_an_average_of_adapters_is_that_of_its_definition(workplace):
     assert load_file(workplace / FILE).keys() == own.keys(), "a checkpoint holds the averaged adapters alone"
 
 
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, precision):
     given = recipe(f"train.precision={precision}", AVERAGED)
@@ -280,6 +282,7 @@ def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, pr
     assert any(not torch.equal(p, weights[name]) for name, p in one.items())
 
 
+@pytest.mark.full
 def test_a_resumed_run_continues_the_average_of_adapters(workplace):
     settings = ["train.save_every=2", "train.arguments={save_total_limit: 4}", AVERAGED]
     straight = run(recipe(*settings), name="straight").folder
@@ -329,6 +332,7 @@ def routes(math="base", code="base", **more):
     return ["teacher=", f"teachers={json.dumps(each)}", "data.fields={teacher: domain}"]
 
 
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_adapters_of_one_base_hold_it_once(adapters, precision):
     """Held against teachers of three copies of the base: the same outputs, the same run."""
