@@ -10,6 +10,7 @@ whose permutation and sum these are. No pass quantises: the gather writes e4m3 a
 written, for 2 S H in 16 bits), and so does the activation (4 S I read, S I written). Weights take 3 E I H bytes, half
 of 16 bits; each operand is off by about 2.6 % as in `fp8.py`. The GEMMs are torch's fp8 `_scaled_grouped_mm` on Hopper,
 for which it is compiled; on other GPUs the same e4m3 numbers are multiplied as bf16, in which each of them is exact.
+The few tokens of a decoding step are not quantised: `decoding/experts.py` reads the weights in e4m3.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import torch
 from torch import nn
 
+from distill_kernels.decoding.experts import decode_experts, is_decoding
 from distill_kernels.kernel_op import check_no_gradients, check_tensors
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
@@ -355,6 +357,22 @@ class Fp8Experts(nn.Module):
             raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
         if x.is_cuda and x.dtype != torch.bfloat16:
             raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
+        if is_decoding(x):
+            return decode_experts(
+                x,
+                index,
+                weights,
+                self.gate_up,
+                self.down,
+                self.gate_up_bias,
+                self.down_bias,
+                self.activation,
+                residual=residual,
+                alpha=self.alpha,
+                limit=self.limit,
+                gate_up_scale=self.gate_up_scale,
+                down_scale=self.down_scale,
+            )
         y: torch.Tensor = _forward_op(
             x.contiguous(),
             index,
