@@ -21,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import check_no_gradients
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
-from distill_kernels.layers.experts import ExpertActivation, _gated, experts
+from distill_kernels.layers.experts import ExpertActivation, experts, gated
 
 MAX_TOKENS = 8
 TILE_ELEMENTS = 4096  # weights that a program has in flight, twice that of gate and up
@@ -81,7 +81,7 @@ def _decode_gate_up_kernel(
         gate_sum += tl.load(bias_ptr + expert * 2 * I + gate_col, mask=cols < I, other=0.0).to(tl.float32)
         up_sum += tl.load(bias_ptr + expert * 2 * I + up_col, mask=cols < I, other=0.0).to(tl.float32)
     if ACTIVATION == "clamped_silu":
-        y, _, _ = _gated(gate_sum, up_sum, alpha, limit, ACTIVATION)
+        y, _, _ = gated(gate_sum, up_sum, alpha, limit, ACTIVATION)
     else:
         y = activate(gate_sum, ACTIVATION) * up_sum
     tl.store(y_ptr + slot * I + cols, y, mask=cols < I)

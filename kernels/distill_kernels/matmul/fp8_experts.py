@@ -28,12 +28,12 @@ from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import (
     EXPERT_ACTIVATIONS,
     ExpertActivation,
-    _gated,
-    _load_pair,
-    _sum_slots,
+    gated,
     grouped_mm,
+    load_pair,
     permutation,
     reference_gate,
+    sum_slots,
 )
 from distill_kernels.matmul.fp8 import FP8, TINY, quantize_rows, reference_quantize_rows
 from distill_kernels.torch_internals import scaled_grouped_gemm
@@ -118,15 +118,15 @@ def _activation_quantise_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = row < S
-    gate, up = _load_pair(x_ptr, row, 0, cols, mask, COLUMNS, False, BLOCK)
+    gate, up = load_pair(x_ptr, row, 0, cols, mask, COLUMNS, False, BLOCK)
     if HAS_BIAS:
         slot = tl.load(slot_ptr + row, mask=mask, other=0)
         expert = tl.load(index_ptr + slot, mask=mask, other=0).to(tl.int64)
-        gate_bias, up_bias = _load_pair(bias_ptr, expert, 0, cols, mask, COLUMNS, False, BLOCK)
+        gate_bias, up_bias = load_pair(bias_ptr, expert, 0, cols, mask, COLUMNS, False, BLOCK)
         gate += gate_bias
         up += up_bias
     if ACTIVATION == "clamped_silu":
-        y, _, _ = _gated(gate, up, alpha, limit, ACTIVATION)
+        y, _, _ = gated(gate, up, alpha, limit, ACTIVATION)
     else:
         y = activate(gate, ACTIVATION) * up
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -263,7 +263,7 @@ def _forward(
     hidden = _grouped_product(rows, scale, gate_up, gate_up_scale, ends, expert, x.dtype)
     rows, scale = _activation_quantised(hidden, slot, index, gate_up_bias, activation, alpha, limit)
     out = _grouped_product(rows, scale, down, down_scale, ends, expert, x.dtype)
-    return _sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
+    return sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
 
 
 _forward_op = torch.library.custom_op("distill::fp8_experts", _forward, mutates_args=())
