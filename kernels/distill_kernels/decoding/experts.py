@@ -262,15 +262,25 @@ def decode_experts(
         ValueError: Where x or a weight requires a gradient and gradients are recorded.
     """
     check_no_gradients(x=x, weights=weights, gate_up=gate_up, down=down)
-    settings = (activation, interleaved, transposed, float(alpha), float(limit))
     if not runs_on_triton(x):
         if gate_up_scale is not None and down_scale is not None:
             outputs = 1 if transposed else 2  # dimension that a scale is the same along
             gate_up = (gate_up.float() * gate_up_scale.unsqueeze(outputs)).to(x.dtype)
             down = (down.float() * down_scale.unsqueeze(outputs)).to(x.dtype)
-        named = {"interleaved": interleaved, "transposed": transposed, "alpha": alpha, "limit": limit}
         return experts(
-            x, index, weights, gate_up, down, gate_up_bias, down_bias, activation, residual=residual, **named
+            x,
+            index,
+            weights,
+            gate_up,
+            down,
+            gate_up_bias,
+            down_bias,
+            activation,
+            residual=residual,
+            interleaved=interleaved,
+            transposed=transposed,
+            alpha=alpha,
+            limit=limit,
         )
     y: torch.Tensor = _decode_op(
         x.contiguous(),
@@ -283,6 +293,10 @@ def decode_experts(
         gate_up_bias,
         down_bias,
         None if residual is None else residual.contiguous(),
-        *settings,
+        activation,
+        interleaved,
+        transposed,
+        float(alpha),
+        float(limit),
     )
     return y
