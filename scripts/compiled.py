@@ -163,6 +163,7 @@ for width, packed in ((64, None), (128, documents), (192, documents), (512, docu
     ),
     "mixtures of experts": (
         """
+from distill_kernels.decoding.experts import decode_experts
 from distill_kernels.layers.experts import experts
 from distill_kernels.layers.router import route
 from distill_kernels.matmul import fp8_experts
@@ -175,7 +176,13 @@ for count, k, hidden, inner in ((128, 8, 2048, 768), (32, 4, 2880, 2880)):
     more = {{"interleaved": True, "transposed": True, "alpha": 1.702, "limit": 7.0}}
     experts(t(64, hidden), index, weights, *held, "clamped_silu", **more).sum().backward()
     route(t(64, count), k)[0].sum().backward()
+    few = t(8, hidden, grad=False), index[:8], weights[:8], *(each.detach() for each in held)
+    decode_experts(*few, "clamped_silu", residual=few[0], **more)
+    decode_experts(*few[:3], t(count, 2 * inner, hidden, grad=False), t(count, hidden, inner, grad=False))
     if facts.fp8:
+        held8 = [torch.ones(count, *each, dtype=torch.float8_e4m3fn) for each in ((2 * inner, hidden), (hidden, inner))]
+        scales = {{"gate_up_scale": torch.ones(count, 2 * inner), "down_scale": torch.ones(count, hidden)}}
+        decode_experts(*few[:3], *held8, **scales)
         rows = torch.arange(64 * k, dtype=torch.int32)
         fp8_experts._gather_quantised(t(64, hidden, grad=False), rows, k)
         for bias, more in ((None, ("gelu", 1.0, 0.0)), (t(count, 2 * inner, grad=False), ("clamped_silu", 1.702, 7.0))):

@@ -265,7 +265,7 @@ def steps(model: Any, tokens: int) -> Iterator[tuple[str, Callable[[], object], 
     yield "route", lambda: route(logits, k), 2 * tokens * count + 12 * slots
     yield "permutation", lambda: kernels.permutation(index, count), 8 * 2 * slots + 8 * slots
     yield "gather", lambda: kernels._gather(x, row, k), 2 * (tokens + slots) * width
-    yield "sum", lambda: kernels._sum_slots(wide, row, k, weights, index), 2 * (tokens + slots) * width
+    yield "sum", lambda: kernels.sum_slots(wide, row, k, weights, index), 2 * (tokens + slots) * width
     yield "activation", lambda: kernels._activation(hidden, slot, index, bias, *settings), 6 * slots * inner
     yield (
         "activation backward",

@@ -249,7 +249,14 @@ def test_committed_rows_keep_to_every_limit():
 
 # kernels that only families with tensor maps, or with matrix instructions for e4m3, launch
 NEEDS_TMA = {"_accumulate_kernel", "_scaled_accumulate_kernel"}
-NEEDS_FP8 = {"quantize_rows_kernel", "_quantize_kernel", "_transpose_kernel", "_column_maxima_kernel"}
+NEEDS_FP8 = {
+    "quantize_rows_kernel",
+    "_quantize_kernel",
+    "_transpose_kernel",
+    "_column_maxima_kernel",
+    "_gather_quantise_kernel",
+    "_activation_quantise_kernel",
+}
 
 
 def entry_points():

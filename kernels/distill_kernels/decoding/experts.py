@@ -9,6 +9,9 @@ sums: a program has some outputs of one slot (gate and up, activated), or of one
 experts, added in their order, with router weights, biases and the residual). They read k 3 H I weights a token and
 next to nothing else: at Qwen3-30B-A3B's sizes 75 MB a layer and token, 26 microseconds at 2.9 TB/s. Tokens that share
 an expert read its weights from the L2 cache; from `MAX_TOKENS` on the grouped GEMMs are the better way.
+
+Weights may be e4m3 with a scale an output (`matmul/fp8_experts.py`): half the bytes. Activations are not quantised
+then, since nothing would be faster for it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import check_no_gradients
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
-from distill_kernels.layers.experts import ExpertActivation, _gated, experts
+from distill_kernels.layers.experts import ExpertActivation, experts, gated
 
 MAX_TOKENS = 8
 TILE_ELEMENTS = 4096  # weights that a program has in flight, twice that of gate and up
@@ -29,6 +32,7 @@ def _decode_gate_up_kernel(
     x_ptr,
     index_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     y_ptr,
     H,
@@ -42,6 +46,7 @@ def _decode_gate_up_kernel(
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,11 +74,14 @@ def _decode_gate_up_kernel(
     # lanes are added once, after the last block
     gate_sum = tl.sum(gate, 1)
     up_sum = tl.sum(up, 1)
+    if HAS_SCALE:
+        gate_sum *= tl.load(scale_ptr + expert * 2 * I + gate_col, mask=cols < I, other=0.0)
+        up_sum *= tl.load(scale_ptr + expert * 2 * I + up_col, mask=cols < I, other=0.0)
     if HAS_BIAS:
         gate_sum += tl.load(bias_ptr + expert * 2 * I + gate_col, mask=cols < I, other=0.0).to(tl.float32)
         up_sum += tl.load(bias_ptr + expert * 2 * I + up_col, mask=cols < I, other=0.0).to(tl.float32)
     if ACTIVATION == "clamped_silu":
-        y, _, _ = _gated(gate_sum, up_sum, alpha, limit, ACTIVATION)
+        y, _, _ = gated(gate_sum, up_sum, alpha, limit, ACTIVATION)
     else:
         y = activate(gate_sum, ACTIVATION) * up_sum
     tl.store(y_ptr + slot * I + cols, y, mask=cols < I)
@@ -85,6 +93,7 @@ def _decode_down_kernel(
     index_ptr,
     router_weight_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -94,6 +103,7 @@ def _decode_down_kernel(
     stride_out,
     stride_in,
     K: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     TILE: tl.constexpr,
@@ -112,7 +122,10 @@ def _decode_down_kernel(
             router_weight = tl.load(router_weight_ptr + slot).to(tl.float32)
             x = tl.load(x_ptr + slot * I + i, mask=i < I, other=0.0) * router_weight
             at = weight_ptr + expert * stride_expert + cols[:, None].to(tl.int64) * stride_out
-            total += tl.load(at + i[None, :] * stride_in, mask=inside, other=0.0).to(tl.float32) * x[None, :]
+            weight = tl.load(at + i[None, :] * stride_in, mask=inside, other=0.0).to(tl.float32)
+            if HAS_SCALE:
+                weight *= tl.load(scale_ptr + expert * H + cols, mask=cols < H, other=0.0)[:, None]
+            total += weight * x[None, :]
     y = tl.sum(total, 1)
     if HAS_BIAS:
         for choice in tl.static_range(K):
@@ -140,6 +153,8 @@ def _decode(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -163,6 +178,7 @@ def _decode(
         x,
         index,
         gate_up,
+        x if gate_up_scale is None else gate_up_scale,
         x if gate_up_bias is None else gate_up_bias,
         activated,
         hidden,
@@ -176,6 +192,7 @@ def _decode(
         K=k,
         ACTIVATION=activation,
         INTERLEAVED=interleaved,
+        HAS_SCALE=gate_up_scale is not None,
         HAS_BIAS=gate_up_bias is not None,
         num_warps=4,
         **first,
@@ -186,6 +203,7 @@ def _decode(
         index,
         weights.contiguous(),
         down,
+        x if down_scale is None else down_scale,
         x if down_bias is None else down_bias,
         x if residual is None else residual,
         y,
@@ -195,6 +213,7 @@ def _decode(
         down.stride(outputs),
         down.stride(inputs),
         K=k,
+        HAS_SCALE=down_scale is not None,
         HAS_BIAS=down_bias is not None,
         HAS_RESIDUAL=residual is not None,
         num_warps=4,
@@ -207,7 +226,7 @@ _decode_op = torch.library.custom_op("distill::decode_experts", _decode, mutates
 
 
 @_decode_op.register_fake
-def _(x, index, weights, gate_up, down, gate_up_bias, down_bias, residual, *settings):
+def _(x, index, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, residual, *settings):
     return x.new_empty(x.shape)
 
 
@@ -231,18 +250,37 @@ def decode_experts(
     transposed: bool = False,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `experts` for few tokens without gradients; arguments as there, which are not checked again.
+
+    Args:
+        gate_up_scale, down_scale: fp32 [E, 2 I] and [E, H], of weights in e4m3; None for weights of the dtype of x.
 
     Raises:
         ValueError: Where x or a weight requires a gradient and gradients are recorded.
     """
     check_no_gradients(x=x, weights=weights, gate_up=gate_up, down=down)
-    settings = (activation, interleaved, transposed, float(alpha), float(limit))
     if not runs_on_triton(x):
-        named = {"interleaved": interleaved, "transposed": transposed, "alpha": alpha, "limit": limit}
+        if gate_up_scale is not None and down_scale is not None:
+            outputs = 1 if transposed else 2  # dimension that a scale is the same along
+            gate_up = (gate_up.float() * gate_up_scale.unsqueeze(outputs)).to(x.dtype)
+            down = (down.float() * down_scale.unsqueeze(outputs)).to(x.dtype)
         return experts(
-            x, index, weights, gate_up, down, gate_up_bias, down_bias, activation, residual=residual, **named
+            x,
+            index,
+            weights,
+            gate_up,
+            down,
+            gate_up_bias,
+            down_bias,
+            activation,
+            residual=residual,
+            interleaved=interleaved,
+            transposed=transposed,
+            alpha=alpha,
+            limit=limit,
         )
     y: torch.Tensor = _decode_op(
         x.contiguous(),
@@ -250,9 +288,15 @@ def decode_experts(
         weights,
         gate_up,
         down,
+        gate_up_scale,
+        down_scale,
         gate_up_bias,
         down_bias,
         None if residual is None else residual.contiguous(),
-        *settings,
+        activation,
+        interleaved,
+        transposed,
+        float(alpha),
+        float(limit),
     )
     return y

@@ -288,7 +288,7 @@ def _gather(x: torch.Tensor, row: torch.Tensor, k: int) -> torch.Tensor:
     return y
 
 
-def _sum_slots(
+def sum_slots(
     x: torch.Tensor,
     row: torch.Tensor,
     k: int,
@@ -333,7 +333,7 @@ def _sum_slots(
 
 
 @triton.jit
-def _load_pair(ptr, row, first, cols, mask, COLUMNS, INTERLEAVED: tl.constexpr, TILE: tl.constexpr):
+def load_pair(ptr, row, first, cols, mask, COLUMNS, INTERLEAVED: tl.constexpr, TILE: tl.constexpr):
     # gate and up [ROWS, TILE] of rows of 2 COLUMNS; interleaved they come out of one contiguous load
     if INTERLEAVED:
         both = 2 * first + tl.arange(0, 2 * TILE)  # [2 TILE]
@@ -349,7 +349,7 @@ def _load_pair(ptr, row, first, cols, mask, COLUMNS, INTERLEAVED: tl.constexpr, 
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     # the value, and its derivatives by gate and up
     if ACTIVATION == "clamped_silu":
         gate_passes = gate <= limit
@@ -386,15 +386,15 @@ def _activation_kernel(
     first = tl.program_id(1) * TILE
     cols = first + tl.arange(0, TILE)
     mask = row < S
-    gate, up = _load_pair(x_ptr, row, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
+    gate, up = load_pair(x_ptr, row, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
     if HAS_BIAS:
         slot = tl.load(slot_ptr + row, mask=mask, other=0)
         expert = tl.load(index_ptr + slot, mask=mask, other=0).to(tl.int64)
-        gate_bias, up_bias = _load_pair(bias_ptr, expert, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
+        gate_bias, up_bias = load_pair(bias_ptr, expert, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
         gate += gate_bias
         up += up_bias
     if ACTIVATION == "clamped_silu":
-        y, _, _ = _gated(gate, up, alpha, limit, ACTIVATION)
+        y, _, _ = gated(gate, up, alpha, limit, ACTIVATION)
     else:
         y = activate(gate, ACTIVATION) * up
     inside = mask[:, None] & (cols[None, :] < COLUMNS)
@@ -433,14 +433,14 @@ def _activation_backward_kernel(
     for first in range(0, COLUMNS, TILE):
         cols = first + tl.arange(0, TILE)
         inside = mask[:, None] & (cols[None, :] < COLUMNS)
-        gate, up = _load_pair(x_ptr, row, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
+        gate, up = load_pair(x_ptr, row, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
         if HAS_BIAS:
-            gate_bias, up_bias = _load_pair(bias_ptr, expert, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
+            gate_bias, up_bias = load_pair(bias_ptr, expert, first, cols, mask, COLUMNS, INTERLEAVED, TILE)
             gate += gate_bias
             up += up_bias
         offset = row[:, None] * COLUMNS + cols[None, :]
         da = tl.load(da_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        value, by_gate, by_up = _gated(gate, up, alpha, limit, ACTIVATION)
+        value, by_gate, by_up = gated(gate, up, alpha, limit, ACTIVATION)
         # masked columns: da is 0 there
         dweight += tl.sum(value * da, 1)
         if NEEDS_SCALED:
@@ -641,7 +641,7 @@ def _forward(
     hidden = grouped_mm(rows, gate_up if transposed else gate_up.transpose(1, 2), ends)
     activated = _activation(hidden, slot, index, gate_up_bias, activation, interleaved, alpha, limit)
     out = grouped_mm(activated, down if transposed else down.transpose(1, 2), ends)
-    y = _sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
+    y = sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
     return y, hidden, row, slot, ends, rows if keep_rows else x.new_empty(0)
 
 
@@ -710,7 +710,7 @@ def _backward(
     dx = x.new_empty(0)
     if needs_x:
         drows = grouped_mm(dhidden, gate_up.transpose(1, 2) if transposed else gate_up, ends)
-        dx = _sum_slots(drows, row, k)
+        dx = sum_slots(drows, row, k)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 

@@ -10,6 +10,7 @@ whose permutation and sum these are. No pass quantises: the gather writes e4m3 a
 written, for 2 S H in 16 bits), and so does the activation (4 S I read, S I written). Weights take 3 E I H bytes, half
 of 16 bits; each operand is off by about 2.6 % as in `fp8.py`. The GEMMs are torch's fp8 `_scaled_grouped_mm` on Hopper,
 for which it is compiled; on other GPUs the same e4m3 numbers are multiplied as bf16, in which each of them is exact.
+The few tokens of a decoding step are not quantised: `decoding/experts.py` reads the weights in e4m3.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import logging
 import torch
 from torch import nn
 
+from distill_kernels.decoding.experts import decode_experts, is_decoding
 from distill_kernels.kernel_op import check_no_gradients, check_tensors
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import (
     EXPERT_ACTIVATIONS,
     ExpertActivation,
-    _gated,
-    _load_pair,
-    _sum_slots,
+    gated,
     grouped_mm,
+    load_pair,
     permutation,
     reference_gate,
+    sum_slots,
 )
 from distill_kernels.matmul.fp8 import FP8, TINY, quantize_rows, reference_quantize_rows
 from distill_kernels.torch_internals import scaled_grouped_gemm
@@ -116,15 +118,15 @@ def _activation_quantise_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = row < S
-    gate, up = _load_pair(x_ptr, row, 0, cols, mask, COLUMNS, False, BLOCK)
+    gate, up = load_pair(x_ptr, row, 0, cols, mask, COLUMNS, False, BLOCK)
     if HAS_BIAS:
         slot = tl.load(slot_ptr + row, mask=mask, other=0)
         expert = tl.load(index_ptr + slot, mask=mask, other=0).to(tl.int64)
-        gate_bias, up_bias = _load_pair(bias_ptr, expert, 0, cols, mask, COLUMNS, False, BLOCK)
+        gate_bias, up_bias = load_pair(bias_ptr, expert, 0, cols, mask, COLUMNS, False, BLOCK)
         gate += gate_bias
         up += up_bias
     if ACTIVATION == "clamped_silu":
-        y, _, _ = _gated(gate, up, alpha, limit, ACTIVATION)
+        y, _, _ = gated(gate, up, alpha, limit, ACTIVATION)
     else:
         y = activate(gate, ACTIVATION) * up
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -261,7 +263,7 @@ def _forward(
     hidden = _grouped_product(rows, scale, gate_up, gate_up_scale, ends, expert, x.dtype)
     rows, scale = _activation_quantised(hidden, slot, index, gate_up_bias, activation, alpha, limit)
     out = _grouped_product(rows, scale, down, down_scale, ends, expert, x.dtype)
-    return _sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
+    return sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
 
 
 _forward_op = torch.library.custom_op("distill::fp8_experts", _forward, mutates_args=())
@@ -355,6 +357,22 @@ class Fp8Experts(nn.Module):
             raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
         if x.is_cuda and x.dtype != torch.bfloat16:
             raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
+        if is_decoding(x):
+            return decode_experts(
+                x,
+                index,
+                weights,
+                self.gate_up,
+                self.down,
+                self.gate_up_bias,
+                self.down_bias,
+                self.activation,
+                residual=residual,
+                alpha=self.alpha,
+                limit=self.limit,
+                gate_up_scale=self.gate_up_scale,
+                down_scale=self.down_scale,
+            )
         y: torch.Tensor = _forward_op(
             x.contiguous(),
             index,
