@@ -5,7 +5,8 @@ a page one after another. Each line quoted in the block of text after it is repl
 `...` stands for lines that are left out, as does `...` at the end of a line for the rest of it. With `--check` nothing
 is written, and the lines are compared, numbers included: those with a point to 2 % and two units of their last digit,
 since the bits of a run are those of a machine. Times and rates are left out, and all numbers of an example that is
-marked `<!-- output, other numbers each time -->`. A block of Python that begins with `# NAME.py` is written as that file.
+marked `<!-- output, other numbers each time -->`. A block of Python that begins with `# NAME.py` is written as that
+file.
 """
 
 from __future__ import annotations
