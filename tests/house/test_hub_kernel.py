@@ -81,6 +81,7 @@ def test_a_name_that_would_lead_into_the_package_is_refused():
 
 
 def test_the_library_loads_it(built):
-    kernels = pytest.importorskip("kernels")
-    importlib.import_module("kernels._rust").Build.open(built)  # parses build.toml
+    rust = pytest.importorskip("kernels._rust")  # the folder kernels/ of this repository is a package of that name
+    kernels = importlib.import_module("kernels")
+    rust.Build.open(built)  # parses build.toml
     assert all(map(torch.equal, losses(kernels.get_local_kernel(built, backend="cpu")), losses(distill_kernels)))
