@@ -3,8 +3,10 @@
 A block of shell under `<!-- output -->` is run in a folder with the files of `scripts/examples/tiny_pair.py`, those of
 a page one after another. Each line quoted in the block of text after it is replaced by the line that is printed today:
 `...` stands for lines that are left out, as does `...` at the end of a line for the rest of it. With `--check` nothing
-is written, and a line counts as printed if it differs in its numbers only: the bits of a run are those of a machine.
-A block of Python that begins with `# NAME.py` is written as that file.
+is written, and the lines are compared, numbers included: those with a point to 2 % and two units of their last digit,
+since the bits of a run are those of a machine. Times and rates are left out, and all numbers of an example that is
+marked `<!-- output, other numbers each time -->`. A block of Python that begins with `# NAME.py` is written as that
+file.
 """
 
 from __future__ import annotations
@@ -24,22 +26,38 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder
 
 from scripts.examples import tiny_pair  # noqa: E402
 
-MARK = "<!-- output -->\n"
+MARK = r"<!-- output(, other numbers each time)? -->\n"
 EXAMPLE = re.compile(MARK + r"```sh\n(.*?)```\n\n(?:[^\n`]+\n\n)?```text\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d[\d,.:]*|\binf\b|\bnan\b")
+TIMED = re.compile(r"\d[\d,.]*(?= (?:tokens/s|s|ms|min)\b)|\d+:\d\d(?::\d\d)?")
+RELATIVE = 0.02  # difference of a number that may be another machine's rounding
 LIKE = 0.6  # least similarity of a line that takes the place of a quoted one
 LEFT_OUT = "..."
 
 
 def pages() -> list[Path]:
     """Return the pages with examples to run."""
-    return [page for page in sorted((ROOT / "docs").rglob("*.md")) if MARK in page.read_text(encoding="utf-8")]
+    return [page for page in sorted((ROOT / "docs").rglob("*.md")) if re.search(MARK, page.read_text(encoding="utf-8"))]
 
 
 def shape(line: str) -> str:
     """Return a line without its numbers and the width of its columns."""
     return " ".join(NUMBER.sub("#", line).split())
+
+
+def other_numbers(quoted: str, line: str) -> list[str]:
+    """Return what differs between the numbers of two lines of one shape, times and rates left out."""
+    found = []
+    both = [NUMBER.findall(TIMED.sub("0", text)) for text in (quoted.removesuffix(LEFT_OUT), line)]
+    for one, other in zip(*both, strict=False):  # a line that is cut has fewer
+        one, other = one.rstrip(".,:"), other.rstrip(".,:")
+        shown, now = (float(text.replace(",", "").replace(":", "")) for text in (one, other))
+        last_digit = 10.0 ** -len(one.partition(".")[2])
+        allowed = RELATIVE * abs(now) + 2 * last_digit if "." in one else 0.0
+        if one != other and not abs(shown - now) <= allowed:
+            found.append(f"{one}, now {other}")
+    return found
 
 
 def common_length(one: str, other: str) -> int:
@@ -70,13 +88,14 @@ def run(commands: str, folder: Path) -> list[str]:
     return made.stdout.splitlines()
 
 
-def printed(quoted: Sequence[str], lines: Sequence[str], *, exact: bool) -> list[str]:
+def printed(quoted: Sequence[str], lines: Sequence[str], *, exact: bool, numbers: bool = False) -> list[str]:
     """Return the lines that take the places of the quoted ones, in order.
 
     Args:
         quoted: lines of the page.
         lines: lines that the example prints.
         exact: require the same words; else the most similar line is taken.
+        numbers: require the same numbers as well, as far as `other_numbers` compares them.
 
     Raises:
         ValueError: a quoted line is not printed, or not after those before it.
@@ -94,6 +113,9 @@ def printed(quoted: Sequence[str], lines: Sequence[str], *, exact: bool) -> list
         # of several such lines, as of steps, the one that begins most alike
         places = [place for place, each in enumerate(rest, at) if each == near[0]]
         at = max(places, key=lambda place: common_length(line, lines[place])) + 1
+        differences = other_numbers(line, lines[at - 1]) if numbers else []
+        if differences:
+            raise ValueError(f"{line!r}: expected the numbers of today, got {'; '.join(differences)}")
         found.append(line if is_cut else lines[at - 1])
     return found
 
@@ -110,10 +132,10 @@ def refreshed(page: Path, *, exact: bool) -> str:
         tiny_pair.main(folder)
         for file, content in FILE.findall(text):
             (folder / file).write_text(content)
-        for commands, quoted in EXAMPLE.findall(text):
+        for varies, commands, quoted in EXAMPLE.findall(text):
             lines = run(commands, folder)
             try:
-                today = printed(quoted.splitlines(), lines, exact=exact)
+                today = printed(quoted.splitlines(), lines, exact=exact, numbers=exact and not varies)
             except ValueError as error:
                 raise ValueError(f"{page.relative_to(ROOT)}: {commands.strip()}: {error}") from None
             text = text.replace(f"```text\n{quoted}```", "```text\n" + "".join(f"{line}\n" for line in today) + "```")
@@ -123,7 +145,7 @@ def refreshed(page: Path, *, exact: bool) -> str:
 def main() -> int:
     """Refresh or check the pages; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.guide_outputs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; compare all but the numbers")
+    parser.add_argument("--check", action="store_true", help="write nothing; compare")
     parser.add_argument("pages", nargs="*", type=Path, help="pages of docs/; by default all that have examples")
     args = parser.parse_args()
     for page in [page.resolve() for page in args.pages] or pages():
