@@ -58,6 +58,7 @@ def cross(x, w, y, v, spans, ids_s, ids_t, pairs, *, terms=TERMS, temperature=1.
     return loss, *torch.autograd.grad(loss[0] if isinstance(loss, tuple) else loss, (x, w))
 
 
+@pytest.mark.plain("0-1.0-torch.float64", "7-2.5-torch.float32", "30-1.0-torch.float32", "40-1.0-torch.float32")
 @pytest.mark.parametrize(
     *pairwise({"shared": [0, 7, 30, 40], "temperature": [1.0, 2.5], "dtype": [torch.float64, torch.float32]})
 )

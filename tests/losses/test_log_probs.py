@@ -64,6 +64,12 @@ def check(made, given, dtype, **settings):
     assert_parts(made, eager, exact, dtype)
 
 
+@pytest.mark.plain(
+    "torch.bfloat16-0 settings-None",
+    "torch.bfloat16-5 settings-shuffled",
+    "torch.float16-student_logit_scale student_softcap-shuffled",
+    "torch.float32-label_smoothing z_loss temperature-skipped",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

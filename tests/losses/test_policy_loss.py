@@ -10,6 +10,14 @@ from policy_cases import EVERYTHING, PENALTY, SETTINGS, H, N, V, dense, draw, ex
 from torch.nn import functional as F
 
 
+@pytest.mark.plain(
+    "specification-reward-torch.bfloat16-ignored-1300",
+    "specification-everything-torch.bfloat16-ignored-1300",
+    "kernel-plain-torch.bfloat16-all-300",
+    "kernel-clipped-torch.float16-ignored-257",
+    "kernel-k3-torch.float32-found-1300",
+    "kernel-k2 and entropy-torch.float64-named-300",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

@@ -60,6 +60,12 @@ def gradients(function, tensors, dtype):
     return [loss.detach(), *torch.autograd.grad(2 * loss, leaves)]
 
 
+@pytest.mark.plain(
+    "specification-torch.float64-forward-renormalize-256-6 settings-300",
+    "kernel-torch.bfloat16-reverse-bucket-2-0 settings-300",
+    "kernel-torch.float16-reverse-renormalize-8-6 settings-257",
+    "kernel-torch.float32-forward-bucket-64-0 settings-2200",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

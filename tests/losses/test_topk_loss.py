@@ -50,6 +50,12 @@ def written_out(tensors, top, ids, labels, direction, tail, temperature=1.0, ce=
 READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reverse")] + [("forward", "sampled")]
 
 
+@pytest.mark.plain(
+    "specification-torch.float16-forward-renormalize-0 settings",
+    "kernel-torch.float32-reverse-renormalize-5 settings",
+    "kernel-torch.bfloat16-reverse-bucket-5 settings",
+    "kernel-torch.bfloat16-forward-sampled-0 settings",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

@@ -78,6 +78,15 @@ def check(shape, dtype, device, sinks_dtype=None, **options):
     assert error <= SLACK * theirs + FLOOR[dtype], f"dsinks: error {error:.3e}, torch's {theirs:.3e} ({dtype})"
 
 
+@pytest.mark.plain(
+    "causal-torch.float32",
+    "full-torch.bfloat16",
+    "window-torch.float16",
+    "window, both sides-torch.float32",
+    "window of two-torch.bfloat16",
+    "soft cap-torch.float16",
+    "all-torch.float32",
+)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 4, 2, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
@@ -218,6 +227,7 @@ def test_mistakes_are_named(sinks):
 # ---- decoding
 
 
+@pytest.mark.plain("0 settings-1-64-torch.float32", "window-3-300-torch.bfloat16", "softcap-1-300-torch.float16")
 @pytest.mark.parametrize(
     *pairwise({"options": [{}, {"window": 30}, {"softcap": 3.0}], "new": [1, 3], "slots": [64, 300], "dtype": HALVES})
 )

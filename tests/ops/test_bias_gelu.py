@@ -18,6 +18,13 @@ def make(device, rows, columns, dtype):
     return x, draw(columns, dtype=dtype, device=device, seed=1)
 
 
+@pytest.mark.plain(
+    "torch.float32-none-1-1",
+    "torch.float32-tanh-5-1025",
+    "torch.bfloat16-none-130-40",
+    "torch.bfloat16-tanh-3-7",
+    "torch.float16-none-70-64",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {"dtype": DTYPES, "approximate": APPROXIMATE, "rows, columns": [(1, 1), (3, 7), (70, 64), (5, 1025), (130, 40)]}

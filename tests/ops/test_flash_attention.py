@@ -87,6 +87,15 @@ MASKS = {
 }
 
 
+@pytest.mark.plain(
+    "causal-torch.float32",
+    "full-torch.bfloat16",
+    "window-torch.float16",
+    "window, both sides-torch.float32",
+    "window of two-torch.bfloat16",
+    "soft cap-torch.float16",
+    "all-torch.float32",
+)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 2, 1, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
@@ -121,6 +130,12 @@ def test_any_shape_gives_the_reference(kernel_device, shape):
     check(shape, torch.float32, kernel_device)
 
 
+@pytest.mark.plain(
+    "0 settings-[0, 70]",
+    "0 settings-[0, 20, 50]",
+    "causal-[0, 1, 2, 35, 36, 70]",
+    "window softcap-[0, 33, 33, 70, 70, 70]",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

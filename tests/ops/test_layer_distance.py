@@ -17,6 +17,13 @@ def states(device, tokens, width, dtype):
     return student, teacher, rows
 
 
+@pytest.mark.plain(
+    "torch.float32-mse-1-False-1-1",
+    "torch.float32-mse-1-False-3-4097",
+    "torch.float32-cosine-3-False-40-576",
+    "torch.bfloat16-cosine-3-True-7-33",
+    "torch.float16-mse-1-False-300-16",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -77,6 +84,13 @@ def relation(device, rows, heads, length, widths, dtype):
     return *(states.transpose(1, 2) for states in made), starts.cumsum(-1).to(device)
 
 
+@pytest.mark.plain(
+    "torch.float32-False-1-1-1-(16, 16)",
+    "torch.float32-False-2-3-130-(24, 150)",
+    "torch.bfloat16-False-1-1-40-(200, 16)",
+    "torch.bfloat16-True-2-3-17-(5, 40)",
+    "torch.float16-False-2-3-65-(64, 64)",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

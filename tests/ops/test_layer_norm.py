@@ -19,6 +19,15 @@ def make(device, rows, hidden, dtype, *, mean=0.0):
     return x, weight, draw(hidden, dtype=dtype, device=device, seed=2)
 
 
+@pytest.mark.plain(
+    "1-3-torch.float32",
+    "3-7-torch.bfloat16",
+    "5-64-torch.float16",
+    "9-130-torch.float32",
+    "33-576-torch.bfloat16",
+    "4-1025-torch.float16",
+    "2-4096-torch.float32",
+)
 @pytest.mark.parametrize(
     *pairwise({"rows, hidden": [(1, 3), (3, 7), (5, 64), (9, 130), (33, 576), (4, 1025), (2, 4096)], "dtype": DTYPES})
 )

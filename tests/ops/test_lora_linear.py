@@ -31,6 +31,7 @@ def with_gradients(function, x, w, c, a, b, upstream, scale=0.5):
     return out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))
 
 
+@pytest.mark.plain("7-5-3-1-torch.float32-False", "64-48-80-4-torch.bfloat16-True", "33-130-17-16-torch.float16-False")
 @pytest.mark.parametrize(
     *pairwise({"n, i, o, r": SHAPES, "dtype": [torch.float32, torch.bfloat16, torch.float16], "bias": [False, True]})
 )

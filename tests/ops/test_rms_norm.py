@@ -22,6 +22,15 @@ def make(device, rows, hidden, dtype, form, *, seed=0):
     return x, weight
 
 
+@pytest.mark.plain(
+    "torch.float32-llama-1-1",
+    "torch.float32-llama-2-4096",
+    "torch.float32-gemma-9-130",
+    "torch.bfloat16-llama-33-576",
+    "torch.bfloat16-gemma-3-7",
+    "torch.float16-llama-5-64",
+    "torch.float16-gemma-4-1025",
+)
 @pytest.mark.parametrize(
     *pairwise(
         {

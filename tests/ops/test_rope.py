@@ -30,6 +30,13 @@ GRADIENTS = (True, True, False, False)
 SHAPES = [(1, 1, 1, 1, 2), (2, 4, 2, 5, 64), (1, 9, 3, 7, 80), (2, 3, 1, 4, 6), (1, 33, 5, 2, 128)]
 
 
+@pytest.mark.plain(
+    "torch.float32-(1, 1, 1, 1, 2)-True",
+    "torch.float32-(2, 3, 1, 4, 6)-False",
+    "torch.bfloat16-(2, 4, 2, 5, 64)-False",
+    "torch.bfloat16-(1, 33, 5, 2, 128)-True",
+    "torch.float16-(1, 9, 3, 7, 80)-True",
+)
 @pytest.mark.parametrize(*pairwise({"dtype": DTYPES, "shape": SHAPES, "shared": [True, False]}))
 def test_rope_equals_its_reference(kernel_device, shape, shared, dtype):
     inputs = make(kernel_device, shape, dtype, shared=shared)

@@ -10,6 +10,7 @@ from grids import pairwise
 from test_split_k import check, draw
 
 
+@pytest.mark.plain("torch.float16-65-8-8-False", "torch.float16-100-520-200-True", "torch.bfloat16-130-264-72-True")
 @pytest.mark.parametrize(
     *pairwise(
         {
