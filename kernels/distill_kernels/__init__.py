@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BiasGELU",
     "ChunkedLoss",
+    "Clip",
     "Fp8Linear",
     "FusedAdamW",
     "FusedCrossEntropyLoss",

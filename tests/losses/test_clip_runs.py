@@ -1,4 +1,4 @@
-"""Caps and two temperatures in recipes: every teacher's loss against doctor's reference, and runs with their metrics."""
+"""Caps and two temperatures in recipes: every teacher's loss against doctor's reference, and metrics of runs."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,9 @@ def capped(loss, clip):
     return loss.model_copy(update={"terms": terms, "temperature": TemperaturePair(teacher=warm, student=1.2 * warm)})
 
 
-@pytest.mark.plain("one", "several", "across", "informed", "bucket", "renormalize", "sampled", "student top k", "routed")
+@pytest.mark.plain(
+    "one", "several", "across", "informed", "bucket", "renormalize", "sampled", "student top k", "routed"
+)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_teachers_loss_and_gradients_have_the_caps(name, subject_of):
     subject = subject_of(name)
@@ -96,8 +98,14 @@ def test_resume_is_exact_with_caps(subject_of):
     "override, message",
     [
         ("loss.terms=[{type: jsd, clip: {}}]", r"loss\.terms\.0\.clip: expected token, entry or both"),
-        ("loss.terms=[{type: jsd, clip: {entry: 0}}]", r"loss\.terms\.0\.clip\.entry: expected a number above 0, got 0"),
-        ("loss.terms=[{type: cross_entropy, clip: {token: 1}}]", r"loss\.terms\.0\.clip: expected null for cross_entropy"),
+        (
+            "loss.terms=[{type: jsd, clip: {entry: 0}}]",
+            r"loss\.terms\.0\.clip\.entry: expected a number above 0, got 0",
+        ),
+        (
+            "loss.terms=[{type: cross_entropy, clip: {token: 1}}]",
+            r"loss\.terms\.0\.clip: expected null for cross_entropy",
+        ),
         ("loss.temperature={student: 0}", r"loss\.temperature\.student: expected a number above 0, got 0"),
         ("loss.temperature=cold", r"loss\.temperature: expected a number, got 'cold'"),
         (

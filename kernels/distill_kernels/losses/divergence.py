@@ -18,10 +18,10 @@ The added `p_s - p_t` sums to zero: it keeps each term nonnegative and makes sma
 the rounding of the normalisers. A term with `p = 0` in front of its logarithm is 0; where `p_t > 0` meets `p_s = 0`
 the forward KL is inf.
 
-A cap x on entries (`terms.Clip`) replaces f by min(f, x) and, where f > x, g by 0: the gradient above, with `sum(g)` over
-the other entries, is then that of `sum_v min(f_v, x)`. Since no f is negative, neither is the capped sum, and it is 0 for
-equal distributions alone; of the bare products p log(p/q), which may be negative, capping only the positive ones could
-make the sum negative. A cap y on the token's value makes it min(D, y), and the token's whole g 0 where D > y.
+A cap x on entries (`terms.Clip`) replaces f by min(f, x) and, where f > x, g by 0: the gradient above, with `sum(g)`
+over the other entries, is then that of `sum_v min(f_v, x)`. Since no f is negative, neither is the capped sum, and it
+is 0 for equal distributions alone; of the bare products p log(p/q), which may be negative, capping only the positive
+ones could make the sum negative. A cap y on the token's value makes it min(D, y), and the token's g 0 where D > y.
 
 With a temperature for each model, a = z_s / T_s and b = z_t / T_t, and the T of the gradient, and of T^2, is T_s.
 

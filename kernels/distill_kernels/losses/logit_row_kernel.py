@@ -2,7 +2,8 @@
 
 Per row of `V` logits: the normalisers `log sum exp(z / T)` of student and teacher by an online sweep (Milakov and
 Gimelshein, 2018), then `f` and `g` of the table in divergence.py, then the student's gradient. Forward KL and
-cross-entropy need no sweep for `sum(g)`, which is 0, unless an entry's value has a cap. Rows of up to `MAX_REGISTER_COLUMNS` columns stay in registers.
+cross-entropy need no sweep for `sum(g)`, which is 0, unless an entry's value has a cap. Rows of up to
+`MAX_REGISTER_COLUMNS` columns stay in registers.
 
 Bytes a row of b-byte logits, fewest: `2 V b` read and `V b` written. Longer rows are read once more for every sweep
 after the first.
@@ -293,7 +294,7 @@ def _logits_kernel(
                     # One divergence alone, whose value is known only now: beyond the cap its gradient is taken back.
                     tl.static_assert(len(KINDS) == 1)
                     cap = weights[0] * token_caps[0]
-                    if GRADIENT:
+                    if GRADIENT:  # noqa: SIM102 - known when compiled, unlike the next condition
                         if loss > cap:
                             tl.debug_barrier()  # other threads stored what these zeros replace
                             zero_row(gradient, V, blocks, within, BLOCK)

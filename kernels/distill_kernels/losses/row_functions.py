@@ -90,7 +90,7 @@ def weighted_divergences(
     f = tl.zeros_like(p_s)
     g = tl.zeros_like(p_s)
     for i in tl.static_range(len(KINDS)):  # an item of a tuple is no constexpr in Triton 3.6
-        if ONLY == -1 or ONLY == i:
+        if ONLY == -1 or i == ONLY:
             f_i, g_i = one_divergence(tl.constexpr(KINDS[i]), parameters[i], log_s, log_t, p_s, p_t)
             # Selected, not multiplied by 0: an excluded token's f or g may be inf. A NaN is beyond no cap and stays.
             if entry_caps is not None:

@@ -108,7 +108,7 @@ def _gradient_sums(
     BLOCK: tl.constexpr,
     ONLY: tl.constexpr = -1,
 ):
-    """Return a row's sum of g, with EXACT_WHEN_CONFIDENT those of g and p_s without a token of p_s > 1/2, and that of f.
+    """Return a row's sum of g, with EXACT_WHEN_CONFIDENT those of g and p_s without a token of p_s > 1/2, and of f.
 
     ONLY: the one term whose sums these are; -1 for all, without the sum of f.
     """
@@ -182,8 +182,9 @@ def _row_kernel(
 
     student, teacher: relative logits [n, V] and their tiles' shifts. tokens: labels, row scales, indices of the rows.
     outputs: losses [N], statistics [7, N]. norms_and_sums: fp32 [6, n] of `row_normalisers`, fp32 [3, n] or None.
-    weights, parameters, stats_weights: by term of KINDS, as token_caps and entry_caps are where they are not None (on
-    one rank with all columns). clip_ptr: the two statistics of clipping [2, N] or None. hard: weight, label smoothing, z-loss. owns_row_terms: 1 or 0.
+    weights, parameters, stats_weights: by term of KINDS, as token_caps and entry_caps, or None; token_caps need all
+    columns here. clip_ptr: the two statistics of caps [2, N], or None. hard: weight, label smoothing, z-loss.
+    owns_row_terms: 1 or 0.
     """
     student_ptr, student_shift_ptr = student
     teacher_ptr, teacher_shift_ptr = teacher
@@ -378,7 +379,7 @@ def _row_kernel(
             tl.static_assert(len(KINDS) == 1)
             cap = weights[0] * token_caps[0]
             any_capped = tl.where(loss > cap, 1.0, 0.0)
-            if GRADIENT:
+            if GRADIENT:  # noqa: SIM102 - known when compiled, unlike the next condition
                 if loss > cap:
                     tl.debug_barrier()  # other threads stored what these zeros replace
                     zero_row(gradient_ptr, V, blocks, tl.arange(0, TILE)[None, :], BLOCK)

@@ -71,9 +71,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         if tail == "sampled" and direction != "forward":
             raise ValueError("direction: expected forward, since sampled weights say nothing of log p_t, got 'reverse'")
         if tail == "sampled" and clip is not None and clip.entry is not None:
-            raise ValueError(
-                f"clip.entry: expected None with tail sampled, whose weights are noisy ones of each token, got {clip.entry}"
-            )
+            raise ValueError(f"clip.entry: expected None with tail sampled, whose weights are noisy, got {clip.entry}")
         super().__init__(
             [LossTerm(f"{direction}_kl", divergence_weight, clip=clip), LossTerm("cross_entropy", ce_weight)],
             temperature,
