@@ -123,7 +123,9 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("fused_log_probs", "log-probability of each label under a model, without logits"),
         Entry("fused_distillation_loss", "`FusedDistillationLoss` as a function"),
         Entry("ChunkedLoss", "a custom loss over full logits, computed chunk by chunk"),
-        Entry("LossTerm", "(one term of a sum: a divergence, its parameter and weight)"),
+        Entry("LossTerm", "(one term of a sum: a divergence, its parameter, weight and caps)"),
+        Entry("Clip", "(caps on a divergence: of a token's value, of each vocabulary entry's)"),
+        Entry("Temperatures", "(a temperature for each model)"),
         Entry("TokenStats", "(statistics per token: KL, entropies, top-1 agreement)"),
         Entry(
             "TeacherHead",

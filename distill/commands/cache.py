@@ -112,7 +112,7 @@ def cache(
                 rounded = rounding(sample, settings.dtype or "bfloat16")
             if first and (report or not hidden):
                 ks = sorted({*KS, top_k})
-                table = measure(sample, temperature=resolved.loss.temperature, ks=ks, seed=resolved.train.seed)
+                table = measure(sample, temperature=resolved.loss.temperatures.teacher, ks=ks, seed=resolved.train.seed)
     if not first:
         return
     if as_json:
@@ -124,7 +124,7 @@ def cache(
             f"{plural(len(sample.labels), 'held-out position')}"
         )
     if table:
-        _show(table, len(sample.labels), resolved.loss.temperature, (top_k, settings.tail))
+        _show(table, len(sample.labels), resolved.loss.temperatures.teacher, (top_k, settings.tail))
     if manifest is not None:
         options = [one for one in overrides or () if not one.startswith("teacher")]  # the cache replaces the teacher
         if stored is not None and folder == Path(stored):

@@ -340,13 +340,16 @@ class _Place(NamedTuple):
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Place:
     """Return the place of a fault in data for `model`.
 
-    pydantic adds parts of its own (the `type` of a union's member, `[key]`, `list[int]`), neither an index nor a field.
+    pydantic adds parts of its own, neither an index nor a field: the `type` of a union's member, `[key]`, `list[int]`,
+    the tag of a value's form, which we write in brackets.
     """
     place = _Place([], [model], "", [])
     for position, part in enumerate(loc):
         fields = {name: field for section in place.sections for name, field in section.model_fields.items()}
         if isinstance(part, int):
             place.path.append(str(part))
+        elif part.startswith("("):
+            continue
         elif len(place.sections) > 1 and any(part in _types(section) for section in place.sections):
             # first of all, since a type may have the name of a field: a teacher of type `model` has a `model`
             members = [section for section in place.sections if part in _types(section)]

@@ -121,7 +121,7 @@ class CheckSetup:
 
     def at_temperature_2(self) -> CheckSetup | None:
         """Return the subject at temperature 2 if the recipe's is 1, where T and its square are equal; else None."""
-        if self.loss.temperature != 1.0 or not is_soft(self.loss):
+        if self.loss.tempered or not is_soft(self.loss):
             return None
         loss = self.loss.model_copy(update={"temperature": 2.0})
         return replace(self, teacher=self.reference.at_temperature_2(), loss=loss, small=None)

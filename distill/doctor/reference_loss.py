@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.recipe.layer_terms import LAYERED
-from distill.recipe.loss import Loss, PolicyGradientTerm, TopKTerm
+from distill.recipe.loss import Clip, Loss, PolicyGradientTerm, TopKTerm
 
 OF_KLS = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")
 NO_DIVERGENCE = ("cross_entropy", "policy_gradient", "top_k_reverse_kl", *LAYERED)
@@ -50,8 +50,8 @@ def token_loss(
     Computed in `dtype`. Teachers are pairs of a weight and logits; `sampled` describes the labels of rollouts.
     """
     z_s = student.to(dtype)
-    log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
-    log_t = mixed_log_probabilities(teachers, loss.temperature, dtype)
+    log_s = F.log_softmax(z_s / loss.temperatures.student, dim=-1)
+    log_t = mixed_log_probabilities(teachers, loss.temperatures.teacher, dtype)
     soft = sum(
         (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type not in NO_DIVERGENCE),
         start=z_s.new_zeros(len(z_s)),
@@ -60,15 +60,15 @@ def token_loss(
         if isinstance(term, TopKTerm):
             own = log_s.detach().argsort(-1, descending=True)[:, : term.k]
             if term.tail == "sampled":
-                soft = soft + term.weight * with_sampled_tail(z_s, log_s, log_t, own, labels)
+                soft = soft + term.weight * with_sampled_tail(z_s, log_s, log_t, own, labels, term.clip)
                 continue
             p = _outcomes(log_s.exp().gather(-1, own), term.tail)
             q = _outcomes(log_t.exp().gather(-1, own), term.tail)
-            soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+            soft = soft + term.weight * capped(torch.xlogy(p, p) - torch.xlogy(p, q) - p + q, term.clip)
         if isinstance(term, PolicyGradientTerm):  # the labels are on-policy samples at temperature 1
             p_s = z_s.to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0]
             p_t = teachers[0][1].to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0]
-            scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
+            scale = loss.scale
             gains = (p_t.log() - p_s.log()).tolist()
             for place in range(len(gains) - 2, -1, -1):
                 if term.discount and sampled is not None and sampled.at[place + 1] == sampled.at[place] + 1:
@@ -80,16 +80,34 @@ def token_loss(
     return _mean(soft, z_s, labels, loss)
 
 
+def capped(parts: torch.Tensor, clip: Clip | None) -> torch.Tensor:
+    """Return the sums of a divergence's entries [N, V], each entry and the sum clamped at a term's caps."""
+    if clip is None:
+        return parts.sum(-1)
+    if clip.entry is not None:
+        parts = parts.clamp(max=clip.entry)
+    total = parts.sum(-1)
+    return total if clip.token is None else total.clamp(max=clip.token)
+
+
 def with_sampled_tail(
-    z: torch.Tensor, log_s: torch.Tensor, log_t: torch.Tensor, own: torch.Tensor, labels: torch.Tensor
+    z: torch.Tensor,
+    log_s: torch.Tensor,
+    log_t: torch.Tensor,
+    own: torch.Tensor,
+    labels: torch.Tensor,
+    clip: Clip | None = None,
 ) -> torch.Tensor:
     """Return the generalised KL over the tokens `own`, plus the label's, as it was drawn just now, where it is none."""
     p = log_s.exp()
     q = log_t.exp()
     each = torch.xlogy(p, p) - torch.xlogy(p, q) - p + q
+    if clip is not None and clip.entry is not None:
+        each = each.clamp(max=clip.entry)
     label = labels[:, None]
     weight = z.detach().softmax(-1).gather(-1, label).reciprocal() * (own != label).all(-1, keepdim=True)
-    return each.gather(-1, own).sum(-1) + (weight * each.gather(-1, label))[:, 0]
+    total = each.gather(-1, own).sum(-1) + (weight * each.gather(-1, label))[:, 0]
+    return total if clip is None or clip.token is None else total.clamp(max=clip.token)
 
 
 def mixed_log_probabilities(teachers: Mixture, temperature: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -123,17 +141,20 @@ def reference_top_k_loss(
     ids = teacher[0]
     q = teacher[1].to(dtype)
     z_s = student.to(dtype)
-    p = F.softmax(z_s / loss.temperature, dim=-1).gather(-1, ids)
+    p = F.softmax(z_s / loss.temperatures.student, dim=-1).gather(-1, ids)
     q = _outcomes(q, tail)
     p = _outcomes(p, tail)
     soft = z_s.new_zeros(len(z_s))
     for term in loss.terms:
         if term.type == "forward_kl":
-            soft = soft + term.weight * (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(-1)
-            if tail == "sampled":
-                soft = soft + term.weight * (1 - q.sum(-1))
+            parts = torch.xlogy(q, q) - torch.xlogy(q, p)
+            if tail == "sampled":  # the mass that is missing on one side, spread over the K: only their sum has a cap
+                parts = parts + (1 - q.sum(-1, keepdim=True)) / q.shape[-1]
+            else:
+                parts = parts - q + p
+            soft = soft + term.weight * capped(parts, term.clip)
         elif term.type == "reverse_kl":
-            soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+            soft = soft + term.weight * capped(torch.xlogy(p, p) - torch.xlogy(p, q) - p + q, term.clip)
     return _mean(soft, z_s, labels, loss)
 
 
@@ -146,7 +167,7 @@ def _outcomes(p: torch.Tensor, tail: str) -> torch.Tensor:
 
 def _mean(soft: torch.Tensor, z_s: torch.Tensor, labels: torch.Tensor, loss: Loss) -> torch.Tensor:
     """Return the mean of the tokens' scaled divergences [N] plus their hard-label terms."""
-    total = (loss.temperature**2 if loss.scale_by_temperature_squared else 1.0) * soft
+    total = loss.scale * soft
     for term in loss.terms:
         if term.type == "cross_entropy":
             hard = F.cross_entropy(z_s, labels, label_smoothing=loss.label_smoothing, reduction="none")
@@ -156,15 +177,17 @@ def _mean(soft: torch.Tensor, z_s: torch.Tensor, labels: torch.Tensor, loss: Los
 
 def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Tensor:
     def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
+        # the difference of the probabilities adds up to 0, and makes each entry nonnegative
+        return log_p.exp() * (log_p - log_q) - log_p.exp() + log_q.exp()
 
     if term.type == "tvd":
-        return 0.5 * (log_t.exp() - log_s.exp()).abs().sum(-1)
+        return capped(0.5 * (log_t.exp() - log_s.exp()).abs(), term.clip)
     if term.type not in OF_KLS:
-        return as_specified(term, log_s, log_t).sum(-1)
-    return divergence_from_kl(
+        return capped(as_specified(term, log_s, log_t), term.clip)
+    parts = divergence_from_kl(
         term, kl, log_s, log_t, lambda share: (share * log_t.exp() + (1 - share) * log_s.exp()).log()
     )
+    return capped(parts, term.clip)
 
 
 def as_specified(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 
 from distill.data.collator import valid_rows
 from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
-from distill.doctor.reference_loss import OF_KLS, as_specified, divergence_from_kl
+from distill.doctor.reference_loss import OF_KLS, as_specified, capped, divergence_from_kl
 from distill.doctor.remote_outputs import logits_of
 from distill.doctor.rows import DoctorRow, split_row
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
@@ -163,12 +163,11 @@ def dense_spans(
     z_s, ids_s = student
     z_t, ids_t = teacher
     terms = loss_terms(loss)
-    log_s = (z_s / loss.temperature).log_softmax(-1).unbind()
-    log_t = (z_t / loss.temperature).log_softmax(-1).unbind()
+    log_s = (z_s / loss.temperatures.student).log_softmax(-1).unbind()
+    log_t = (z_t / loss.temperatures.teacher).log_softmax(-1).unbind()
     hard = z_s.log_softmax(-1).unbind()
     soft = [term for term in terms if term.type != "cross_entropy"]
     ce = sum(term.weight for term in terms if term.type == "cross_entropy")
-    scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
     mine, theirs = (torch.as_tensor(ids, device=z_s.device) for ids in shared)
     known = (mine < z_s.shape[-1]) & (theirs < z_t.shape[-1])
     mine = mine[known]
@@ -197,9 +196,9 @@ def dense_spans(
         both = torch.cat([*pairs_p, p[ones]]), torch.cat([*pairs_q, q[others]])
         rest_s = _without(p, ones)
         rest_t = _without(q, others)
-        total = sum(term.weight for term in soft) * _by_size(rest_s, rest_t)
-        total = total + sum(term.weight * _part(term, *both).sum() for term in soft)
-        losses.append(scale * total - ce * _text(hard, ids_s, a, b))
+        rest = _by_size(rest_s, rest_t)
+        total = sum(term.weight * capped(torch.cat([_part(term, *both), rest]), term.clip) for term in soft)
+        losses.append(loss.scale * total - ce * _text(hard, ids_s, a, b))
     return torch.stack(losses) if losses else z_s.new_zeros(0)
 
 
@@ -219,11 +218,11 @@ def _without(p: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _by_size(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return the sum of absolute differences of both distributions, each sorted by probability."""
+    """Return the absolute differences of both distributions, each sorted by probability."""
     width = max(len(p), len(q))
     p = torch.nn.functional.pad(p, (0, width - len(p))).sort(descending=True).values
     q = torch.nn.functional.pad(q, (0, width - len(q))).sort(descending=True).values
-    return (p - q).abs().sum()
+    return (p - q).abs()
 
 
 def _part(term: LossTerm, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

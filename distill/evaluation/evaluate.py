@@ -24,6 +24,7 @@ from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, move_batch
+from distill.objectives.losses import STATISTICS
 from distill.objectives.measure import perplexity
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
@@ -132,15 +133,16 @@ def evaluate(
 
 def metrics_from_statistics(statistics: Sequence[float]) -> dict[str, float]:
     """Return the statistics of a `held_out_loss`, sums or means, under the names of `HeldOut`."""
-    forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = statistics
+    *of_tokens, reverse = statistics
+    found = dict(zip(STATISTICS, of_tokens, strict=True))
     return {
-        "forward_kl": forward,
+        "forward_kl": found["divergence"],
         "reverse_kl": reverse,
-        "agreement": agreement,
-        "student_cross_entropy": cross_entropy,
-        "teacher_cross_entropy": -teacher_logprob,
-        "student_entropy": student_entropy,
-        "teacher_entropy": teacher_entropy,
+        "agreement": found["agreement"],
+        "student_cross_entropy": found["cross_entropy"],
+        "teacher_cross_entropy": -found["teacher_label_logprob"],
+        "student_entropy": found["student_entropy"],
+        "teacher_entropy": found["teacher_entropy"],
     }
 
 
@@ -152,11 +154,11 @@ def _sums(
     batch_size: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the sums of the statistics and the number of trained tokens over all processes: float64 [9]."""
+    """Return the sums of the statistics and the number of trained tokens over all processes, float64."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     starts = range(0, len(rows), batch_size)
-    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(STATISTICS) + 2, dtype=torch.float64, device=device)
     # every process gets as many batches as the others, the last ones without rows of their own (below)
     own = [first + rank for first in range(0, len(starts), world)]
 

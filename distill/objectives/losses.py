@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
+from distill_kernels import Clip, FusedDistillationLoss, LossTerm, Temperatures, TokenStats
 from torch import nn
 
 from distill.models.head import LogitTransform
-from distill.recipe.loss import Loss
+from distill.recipe.loss import Clip as ClipSection
+from distill.recipe.loss import Loss, TemperaturePair, Term
 
 KL = ({"forward_kl"}, {"reverse_kl"})
 STATISTICS = TokenStats._fields
@@ -80,10 +81,29 @@ class LogitTransforms(dict[str, Any]):
         )
 
 
+def caps_of(term: Term) -> Clip | None:
+    """Return a term's caps as the kernels take them; the `clip` of other terms than divergences is no cap."""
+    clip = getattr(term, "clip", None)
+    return Clip(clip.token, clip.entry) if isinstance(clip, ClipSection) else None
+
+
+def temperatures_of(loss: Loss) -> float | Temperatures:
+    """Return the temperature, or both models', as the kernels take it."""
+    if isinstance(loss.temperature, TemperaturePair):
+        return Temperatures(loss.temperature.teacher, loss.temperature.student)
+    return loss.temperature
+
+
 def loss_terms(loss: Loss) -> list[LossTerm]:
     """Return the recipe's terms as the kernels take them; terms of weight 0 are left out."""
     return [
-        LossTerm(term.type, term.weight, beta=getattr(term, "beta", None), alpha=getattr(term, "alpha", None))
+        LossTerm(
+            term.type,
+            term.weight,
+            beta=getattr(term, "beta", None),
+            alpha=getattr(term, "alpha", None),
+            clip=caps_of(term),
+        )
         for term in loss.terms
         if term.weight > 0
     ]
@@ -110,7 +130,7 @@ def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillati
         return FusedDistillationLoss(list(loss), **transforms)
     return FusedDistillationLoss(
         loss_terms(loss),
-        temperature=loss.temperature,
+        temperature=temperatures_of(loss),
         scale_by_temperature_squared=loss.scale_by_temperature_squared,
         label_smoothing=loss.label_smoothing,
         z_loss=loss.z_loss,
@@ -153,4 +173,4 @@ def is_soft(loss: Loss) -> bool:
 def scaled_by_temperature(loss: FusedDistillationLoss) -> bool:
     """Return whether the divergences of a loss are multiplied by T^2."""
     settings = loss.objective
-    return settings.weights != settings.divergence_weights or settings.temperature == 1.0
+    return settings.weights != settings.divergence_weights or settings.temperature == 1.0  # the student's

@@ -15,9 +15,12 @@ import functools
 from typing import NamedTuple
 
 import torch
+from distill_kernels import Clip
+from distill_kernels.losses.terms import checked_temperatures
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights
+from distill.objectives.losses import caps_of
 from distill.objectives.targets import HeadForward
 from distill.objectives.term_loss import TermLoss
 from distill.recipe.loss import TopKTerm
@@ -81,7 +84,8 @@ class SampledTail(TermLoss):
         at = positions.clamp_min(0)
         z = self.alignment.student.applied(raw)
         y = labels[at].clamp_min(0)[:, None]
-        log_s = (z / self.temperature).log_softmax(-1)
+        log_s = (z / checked_temperatures(self.temperature).student).log_softmax(-1)
+        clip = caps_of(self.term) or Clip()
         if sampled_log_p is None:  # the present student's own, at temperature 1, without a gradient
             log_q = z.detach().log_softmax(-1).gather(-1, y)[:, 0]
         else:
@@ -89,16 +93,30 @@ class SampledTail(TermLoss):
         ids = targets.ids[at]
         log_t = targets.log_p[at]
         label_log_t = targets.label_log_p[at]
-        losses = generalised_kl(log_s.gather(-1, ids), log_t.to(log_s.dtype)).sum(-1)
+        losses = generalised_kl(log_s.gather(-1, ids), log_t.to(log_s.dtype), cap=clip.entry).sum(-1)
         outside = (positions >= 0) & ~(ids == y).any(-1)
-        tail = generalised_kl(log_s.gather(-1, y)[:, 0], label_log_t.to(log_s.dtype), log_q)
+        tail = generalised_kl(log_s.gather(-1, y)[:, 0], label_log_t.to(log_s.dtype), log_q, clip.entry)
         losses = losses + torch.where(outside, tail, 0.0)
-        ruled_out = (log_t == IMPOSSIBLE).any(-1) | (outside & (label_log_t == IMPOSSIBLE))
-        return losses + torch.where(ruled_out, torch.inf, 0.0).to(losses.dtype)
+        if clip.entry is None:
+            ruled_out = (log_t == IMPOSSIBLE).any(-1) | (outside & (label_log_t == IMPOSSIBLE))
+            losses = losses + torch.where(ruled_out, torch.inf, 0.0).to(losses.dtype)
+        return losses if clip.token is None else losses.clamp(max=clip.token)
 
 
-def generalised_kl(log_a: torch.Tensor, log_b: torch.Tensor, log_q: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Return (a log(a / b) - a + b) / q of each element, from logarithms; gradients go to `log_a`."""
+def generalised_kl(
+    log_a: torch.Tensor,
+    log_b: torch.Tensor,
+    log_q: torch.Tensor | float = 0.0,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """Return (a log(a / b) - a + b) / q of each element, from logarithms; gradients go to `log_a`.
+
+    A `cap` is on the element before its division by q, so that an estimate stays one of the capped sum.
+    """
     a = (log_a - log_q).exp()
     b = (log_b - log_q).exp()
-    return a * (log_a - log_b) - a + b
+    each = a * (log_a - log_b) - a + b
+    if cap is None:
+        return each
+    most = cap * (-torch.as_tensor(log_q)).exp()
+    return torch.where(each > most, most.to(each), each)

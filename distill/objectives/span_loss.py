@@ -13,7 +13,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, TokenStats
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.chunked import raw_logits
-from distill_kernels.losses.divergence import log_softmax, transform_logits
+from distill_kernels.losses.divergence import ClippedValue, log_softmax, transform_logits
 from distill_kernels.losses.linear import HeadGradients
 from distill_kernels.losses.operands import Head, RequiredGrads
 from distill_kernels.losses.scaling import take_scaled_gradients
@@ -176,19 +176,23 @@ class CrossTokenizerLoss(nn.Module):
             for start, stop in chunks:
                 x, z = own.logits(start, stop, dtype)
                 _, z_teacher = of_teacher.logits(start, stop, dtype)
-                sides = own.side(z, o.temperature, start, stop), of_teacher.side(z_teacher, o.temperature, start, stop)
+                sides = (
+                    own.side(z, o.temperature, start, stop),
+                    of_teacher.side(z_teacher, o.teacher_temperature, start, stop),
+                )
                 # cross-entropy and metrics are at temperature 1 whatever the loss's is
                 ones = sides
-                if o.temperature != 1.0 and (return_stats or o.hard_weight):
+                if o.tempered and (return_stats or o.hard_weight):
                     ones = own.side(z, 1.0, start, stop), of_teacher.side(z_teacher, 1.0, start, stop)
-                loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=required.gradient)
+                clipped = ClippedValue(z.new_zeros(stop - start))
+                loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=required.gradient, clipped=clipped)
                 labels = ones[0].whole(), ones[1].whole()
                 loss = loss - o.hard_weight * labels[0]
                 if weights is not None:  # a span that is left out may have a loss of inf
                     loss = torch.where(weights[start:stop] != 0, loss * weights[start:stop], 0.0)
                 losses.append(loss.sum())
                 if return_stats:
-                    figures.append(torch.stack(span_figures(*ones, outcomes, o, labels)).float())
+                    figures.append(torch.stack(span_figures(*ones, outcomes, o, labels, clipped)).float())
                 if slope is not None:
                     g = _logit_gradient(slope, sides[0].log_p).div_(o.temperature)
                     if o.hard_weight:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 from distill_kernels import TokenStats
-from distill_kernels.losses.divergence import reference_terms, unique_argmax
+from distill_kernels.losses.divergence import ClippedValue, cap_entries, reference_terms, unique_argmax
 from distill_kernels.losses.terms import Objective
 from torch import nn
 
@@ -163,14 +163,22 @@ class Rest(NamedTuple):
 
 
 def compare_spans(
-    student: Side, teacher: Side, outcomes: Outcomes, objective: Objective, weights: Sequence[float], *, slope: bool
+    student: Side,
+    teacher: Side,
+    outcomes: Outcomes,
+    objective: Objective,
+    weights: Sequence[float],
+    *,
+    slope: bool,
+    clipped: ClippedValue | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the weighted divergences of a chunk's spans, by the formula above.
 
     Args:
-        student, teacher: both models' rows, at one temperature.
-        objective: kinds and parameters of the divergences.
+        student, teacher: both models' rows, each at its temperature.
+        objective: kinds, parameters and caps of the divergences. Each outcome is an entry, and each pair of the rest.
         weights: Weights of the divergences, T^2 included.
+        clipped: Gets the divergences with and without caps, where there are caps.
 
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].
@@ -197,8 +205,13 @@ def compare_spans(
     sorted_s, order = nn.functional.pad(rest_s.values, (0, width - own)).sort(-1, descending=True)
     sorted_t = nn.functional.pad(rest_t.values, (0, width - rest_t.values.shape[1])).sort(-1, descending=True).values
     difference = sorted_s - sorted_t
+    rest = difference.abs()
     total = sum(weights)
-    loss = total * difference.abs().sum(-1)
+    loss = total * rest.sum(-1)
+    rest_weights: float | torch.Tensor = total  # of each pair in the gradient
+    if objective.clips:  # each term caps the rest, too
+        loss = torch.zeros_like(loss)
+        rest_weights = torch.zeros_like(rest)
 
     a = s.log_p[:, s.tokens.shared]
     b = t.log_p[:, t.tokens.shared]
@@ -207,18 +220,35 @@ def compare_spans(
     # From here on A = dL / dlog p in three parts: at shared tokens, at the span's text, at the rest.
     at_shared = torch.zeros_like(a) if slope else None
     at_span = torch.zeros_like(s.whole)
-    for kind, weight, parameter in zip(objective.kinds, weights, objective.parameters, strict=True):
+    for weight, (kind, _, parameter, token_cap, entry_cap) in zip(weights, objective.divergences, strict=True):
         f, g = reference_terms(kind, parameter, a, b, p_a, p_b)
-        loss += weight * f.masked_fill_(hidden, 0.0).sum(-1)
+        f.masked_fill_(hidden, 0.0)
+        g.masked_fill_(hidden, 0.0)
+        f_span, g_span = reference_terms(kind, parameter, s.whole, t.whole, s.whole.exp(), t.whole.exp())
+        if objective.clips:
+            whole = f.sum(-1) + torch.where(apart, f_span, 0.0) + rest.sum(-1)
+            f, g = cap_entries(f, g, entry_cap)
+            f_span, g_span = cap_entries(f_span, g_span, entry_cap)
+            of_rest, kept = cap_entries(rest, torch.ones_like(rest), entry_cap)
+            value = f.sum(-1) + torch.where(apart, f_span, 0.0) + of_rest.sum(-1)
+            capped = value > token_cap
+            value = torch.where(capped, token_cap, value)
+            g = torch.where(capped[:, None], 0.0, g)
+            g_span = torch.where(capped, 0.0, g_span)
+            rest_weights = rest_weights + weight * torch.where(capped[:, None], 0.0, kept)
+            loss += weight * value
+            if clipped is not None:
+                clipped.add(weight, whole, value, capped)
+        else:
+            loss += weight * f.sum(-1)
+            loss += torch.where(apart, weight * f_span, 0.0)
         if at_shared is not None:
-            at_shared.add_(g.masked_fill_(hidden, 0.0), alpha=weight)
-        f, g = reference_terms(kind, parameter, s.whole, t.whole, s.whole.exp(), t.whole.exp())
-        loss += torch.where(apart, weight * f, 0.0)
-        at_span += torch.where(apart, weight * g, 0.0)
+            at_shared.add_(g, alpha=weight)
+        at_span += torch.where(apart, weight * g_span, 0.0)
     if at_shared is None:
         return loss, None
     # d|s - t| / ds = sign, undone from sorted order; padded places are dropped
-    signs = torch.empty_like(difference).scatter_(-1, order, difference.sign().mul_(total))[:, :own]
+    signs = torch.empty_like(difference).scatter_(-1, order, difference.sign().mul_(rest_weights))[:, :own]
     rows = torch.zeros_like(s.log_p)
     rows[:, s.tokens.shared] = at_shared
     rows.scatter_add_(1, rest_s.ids, signs * rest_s.p)
@@ -231,10 +261,19 @@ def compare_spans(
 
 
 def span_figures(
-    student: Side, teacher: Side, outcomes: Outcomes, objective: Objective, label_logprobs: tuple[torch.Tensor, ...]
+    student: Side,
+    teacher: Side,
+    outcomes: Outcomes,
+    objective: Objective,
+    label_logprobs: tuple[torch.Tensor, ...],
+    clipped: ClippedValue,
 ) -> TokenStats:
-    """Return `TokenStats` of a chunk's spans, [m] each, at temperature 1: labels are the spans' texts."""
-    divergence, _ = compare_spans(student, teacher, outcomes, objective, objective.divergence_weights, slope=False)
+    """Return `TokenStats` of a chunk's spans, [m] each, at temperature 1: labels are the spans' texts.
+
+    `clipped` holds the divergences with and without caps, at the loss's temperatures.
+    """
+    weights = objective.divergence_weights
+    divergence, _ = compare_spans(student, teacher, outcomes, objective.unclipped, weights, slope=False)
     log_s = student.log_p[student.first]
     log_t = teacher.log_p[teacher.first]
     entropies = [-torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1) for log_p in (log_s, log_t)]
@@ -242,4 +281,5 @@ def span_figures(
     others = unique_argmax(log_t)
     agreement = (own >= 0) & (others >= 0) & (outcomes.partner[own] == others)
     own, others = label_logprobs
-    return TokenStats(divergence, -own, entropies[0], entropies[1], agreement.to(own.dtype), own, others)
+    capped, share = clipped.statistics()
+    return TokenStats(divergence, -own, *entropies, agreement.to(own.dtype), own, others, capped, share * divergence)

@@ -20,8 +20,10 @@ import torch
 from distill_kernels import fused_student_top_k_kl_loss
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.operands import Head
+from distill_kernels.losses.terms import checked_temperatures
 
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.losses import caps_of
 from distill.objectives.sampled_tail import SampledTail, TailTargets
 from distill.objectives.targets import HeadForward, VocabularyAlignment
 from distill.objectives.term_loss import TermLoss
@@ -55,6 +57,7 @@ class StudentTopKLoss(TermLoss):
             temperature=self.temperature,
             scale_by_temperature_squared=False,  # `weight` has the factor
             divergence_weight=self.weight,
+            clip=caps_of(self.term),
             student_logit_scale=student.scale,
             student_softcap=student.softcap,
             teacher_logit_scale=self.transform.scale,
@@ -75,7 +78,8 @@ class StudentTopKTailLoss(SampledTail):
         labels = call.labels.flatten().clamp_min(0)
         parts = []
         with torch.no_grad():
-            for rows, ids, log_p in top_k_chunks(call, teacher, self.transform, self.alignment, k, self.temperature):
+            of_teacher = checked_temperatures(self.temperature).teacher
+            for rows, ids, log_p in top_k_chunks(call, teacher, self.transform, self.alignment, k, of_teacher):
                 parts.append((rows, ids, log_p.gather(-1, ids), log_p.gather(-1, labels[rows, None])[:, 0]))
         rows, *values = (torch.cat(column) for column in zip(*parts, strict=True))
         return TailTargets(*(spread(value, rows, call.labels.shape) for value in values))

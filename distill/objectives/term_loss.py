@@ -21,7 +21,7 @@ import torch
 from distill_kernels import ChunkedLoss, FusedDistillationLoss, LossTerm
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.objectives.losses import LossOfParts, TargetLoss
+from distill.objectives.losses import LossOfParts, TargetLoss, temperatures_of
 from distill.objectives.targets import HeadForward, LossResult, VocabularyAlignment
 from distill.recipe.loss import Loss, Term
 
@@ -38,6 +38,7 @@ class TermLoss(abc.ABC):
     Attributes:
         reduction: "mean" over the tokens of the step, or "none": each token's loss [B, S], 0 where it is not trained.
         workspace: Bytes of the logits' buffers, where the term has any; None to choose.
+        temperature: Softmax temperature of the term, as the kernels take it.
         at_temperature: Whether the term compares distributions at the loss's temperature; else at 1.
         reads_layers: Whether the term compares layers of both models.
         weighted_by_kernel: Whether `reduced` has the weight already: where a kernel takes it, gradients in 16 bits are
@@ -52,9 +53,8 @@ class TermLoss(abc.ABC):
         self.term = term
         self.alignment = alignment
         self.transform = transform
-        self.temperature = section.temperature if self.at_temperature else 1.0
-        squared = self.temperature**2 if section.scale_by_temperature_squared else 1.0
-        self.weight = term.weight * squared
+        self.temperature = temperatures_of(section) if self.at_temperature else 1.0
+        self.weight = term.weight * (section.scale if self.at_temperature else 1.0)
         self.reduction = "mean"
         self.workspace: int | None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, TokenStats
+from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, Temperatures, TokenStats
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.losses import (
@@ -187,16 +187,25 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
             f"holds K tokens of each distribution (tail: {format.tail}); got {got}; a cache made with --hidden takes "
             "every term"
         )
+    if format.tail == "sampled" and any(term.clip is not None and term.clip.entry is not None for term in soft):
+        raise ValueError(
+            "loss.terms: expected clip.entry null over a cache of sampled tokens, whose weights are noisy one by one; "
+            "cache a bucket tail (--tail bucket), of which each outcome is an entry"
+        )
+    clips = {term.clip for term in soft}
+    if len(clips) > 1:
+        raise ValueError(f"loss.terms: expected one clip for all terms over K tokens, got {len(clips)}")
     settings = loss.objective
-    if format.temperature != settings.temperature:
+    if format.temperature != settings.teacher_temperature:
         raise ValueError(
             f"loss.temperature: the cache's probabilities are at temperature {format.temperature:g}, the recipe's loss "
-            f"is at {settings.temperature:g}; cache again at that temperature, or with --hidden, which serves every one"
+            f"is at {settings.teacher_temperature:g}; cache again at that temperature, or with --hidden, which serves "
+            "every one"
         )
     return FusedTopKKLLoss(
         soft[0].type.removesuffix("_kl"),
         format.tail,
-        format.temperature,
+        Temperatures(format.temperature, settings.temperature),
         scale_by_temperature_squared=scaled_by_temperature(loss),
         divergence_weight=sum(term.weight for term in soft),
         ce_weight=hard,
@@ -206,6 +215,7 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
         reduction=loss.reduction,
         student_logit_scale=settings.student_scale,
         student_softcap=settings.student_softcap or None,
+        clip=soft[0].clip,
     )
 
 
@@ -238,10 +248,10 @@ def stored_tail_loss(section: Loss, alignment: VocabularyAlignment, format: TopK
         raise ValueError(
             "loss.terms: top_k_reverse_kl expects the teacher's top K tokens, got sampled ones; cache a bucket tail"
         )
-    if section.temperature != 1.0 or format.temperature != 1.0:
+    if section.tempered or format.temperature != 1.0:
         raise ValueError(
             "loss.temperature: expected 1 with tail: sampled over a teacher's K tokens, whose log-probability of "
-            f"the drawn token is at 1; got {section.temperature:g}"
+            f"the drawn token is at 1; got {section.temperature_text}"
         )
     student = alignment.student
     measured = FusedTopKKLLoss(

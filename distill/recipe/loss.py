@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, get_args
 
 from distill_kernels.losses import DIVERGENCES, with_parameter
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import FUNCTION, SHA256, NotNegative, Text, Usual
@@ -35,6 +35,55 @@ from distill.recipe.layer_terms import (
     pairs_of,
 )
 
+Cap = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(gt=0), Usual(0.3, 10)]
+
+
+class Clip(Section):
+    """Caps on the value of a divergence, in nats, before its weight and the squared temperature.
+
+    Beyond a cap a value is the cap and has no gradient. With both, the entries are capped first.
+
+    Attributes:
+        token: with a divergence, cap of a token's value; null for none.
+        entry: with a divergence, cap of each vocabulary entry's part of the value, which is never negative; null for
+            none.
+    """
+
+    token: Annotated[Cap | None, Usual(0.05, 100)] = None
+    entry: Annotated[Cap | None, Usual(1e-4, 10)] = None
+
+    @model_validator(mode="after")
+    def _caps_something(self) -> Self:
+        if self.token is None and self.entry is None:
+            raise ValueError("expected token, entry or both, got none of them")
+        return self
+
+
+def clip_text(term: object) -> str:
+    """Return the caps of a term, of a recipe or of a loss, as they are shown after its name."""
+    clip = getattr(term, "clip", None)
+    caps = {name: getattr(clip, name, None) for name in ("token", "entry")}
+    shown = ", ".join(f"{name} {cap:g}" for name, cap in caps.items() if cap is not None)
+    return f" (clip: {shown})" if shown else ""
+
+
+class TemperaturePair(Section):
+    """A softmax temperature for each model.
+
+    Attributes:
+        teacher: temperature of the teacher's logits in every divergence.
+        student: temperature of the student's, whose square multiplies the divergences.
+    """
+
+    teacher: Temperature = 1.0
+    student: Temperature = 1.0
+
+
+def _form_of_temperature(given: object) -> str:
+    """Return which form of `loss.temperature` is given, so that a fault is reported of that form alone."""
+    return "(pair)" if isinstance(given, dict | TemperaturePair) else "(number)"
+
 
 class PlainTerm(Section):
     """A loss term without parameters of its own.
@@ -42,10 +91,18 @@ class PlainTerm(Section):
     Attributes:
         type: divergence from the teacher, or cross-entropy with the labels.
         weight: weight of this term in the sum.
+        clip: caps of a divergence, `token` and `entry`; null for none.
     """
 
     type: Literal[*with_parameter(""), "cross_entropy"]  # type: ignore[valid-type]
     weight: NotNegative = 1.0
+    clip: Clip | None = None
+
+    @model_validator(mode="after")
+    def _clips_a_divergence(self) -> Self:
+        if self.clip is not None and self.type == "cross_entropy":
+            raise ValueError("clip: expected null for cross_entropy, which is no divergence; got caps")
+        return self
 
 
 class JSDTerm(Section):
@@ -56,11 +113,13 @@ class JSDTerm(Section):
         weight: weight of this term in the sum.
         beta: with `jsd`, weight of the teacher's distribution in the mixture that both are compared with; 0 is forward
             KL, 1 reverse KL.
+        clip: caps of a divergence, `token` and `entry`; null for none.
     """
 
     type: Literal[*with_parameter("beta")]  # type: ignore[valid-type]
     weight: NotNegative = 1.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    clip: Clip | None = None
 
 
 class SkewTerm(Section):
@@ -71,11 +130,13 @@ class SkewTerm(Section):
         weight: weight of this term in the sum.
         alpha: with the skewed KLs, weight of the first distribution in the mixture that replaces the second: of the
             teacher's in `skew_forward_kl`, of the student's in `skew_reverse_kl`.
+        clip: caps of a divergence, `token` and `entry`; null for none.
     """
 
     type: Literal[*with_parameter("alpha")]  # type: ignore[valid-type]
     weight: NotNegative = 1.0
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    clip: Clip | None = None
 
 
 class PolicyGradientTerm(Section):
@@ -140,12 +201,14 @@ class TopKTerm(Section):
             loss is at most `reverse_kl`; `renormalize` restricts both distributions to the K tokens; `sampled`
             estimates the contribution of the others from the token sampled from the student, so that the loss is
             `reverse_kl` in expectation (`data.on_policy`).
+        clip: caps of a divergence, `token` and `entry`; null for none.
     """
 
     type: Literal["top_k_reverse_kl"]
     weight: NotNegative = 1.0
     k: Annotated[int, Field(ge=1, le=511)] = 64
     tail: Literal["bucket", "renormalize", "sampled"] = "bucket"
+    clip: Clip | None = None
 
     @model_validator(mode="after")
     def _tells_tokens_apart(self) -> Self:
@@ -307,8 +370,10 @@ class Loss(Section):
     """The training objective: a weighted sum of terms.
 
     Attributes:
-        temperature: softmax temperature: divides the logits of both models in every divergence.
-        scale_by_temperature_squared: multiply divergences by the squared temperature (Hinton et al., 2015).
+        temperature: softmax temperature: divides the logits of both models in every divergence; `{teacher: 1.0,
+            student: 1.1}` for one of each model.
+        scale_by_temperature_squared: multiply divergences by the squared temperature (Hinton et al., 2015), that of the
+            student where there are two.
         label_smoothing: label smoothing of the cross-entropy term: probability mass that is spread over all tokens.
         z_loss: weight of the z-loss, the squared log-partition function, which is added to the cross-entropy term.
         router: losses of the student's own routers, where it is a mixture of experts: `config` adds what the forward of
@@ -322,7 +387,11 @@ class Loss(Section):
             runs.
     """
 
-    temperature: Annotated[float, Field(gt=0), Usual(0.3, 10)] = 1.0
+    temperature: Annotated[
+        Annotated[Temperature, Tag("(number)")] | Annotated[TemperaturePair, Tag("(pair)")],
+        Discriminator(_form_of_temperature),
+        Usual(0.3, 10),
+    ] = 1.0
     scale_by_temperature_squared: bool = True
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: Annotated[NotNegative, Usual(1e-6, 1e-2)] = 0.0
@@ -411,6 +480,8 @@ class Loss(Section):
                 )
             if settings.count(line.setting) > 1:
                 raise ValueError(f"schedule: expected each setting once, got {line.setting} twice")
+            if term is None and isinstance(self.temperature, TemperaturePair):
+                raise ValueError(f"schedule.{number}.setting: expected one temperature of both models, got two")
             owner, field = (self, "temperature") if term is None else (term, name)
             try:
                 for value in line.values:
@@ -427,6 +498,37 @@ class Loss(Section):
         return self
 
     @property
+    def temperatures(self) -> TemperaturePair:
+        """The temperatures of both models."""
+        if isinstance(self.temperature, TemperaturePair):
+            return self.temperature
+        return TemperaturePair(teacher=self.temperature, student=self.temperature)
+
+    @property
+    def temperature_text(self) -> str:
+        """The temperature as it is shown."""
+        if isinstance(self.temperature, TemperaturePair):
+            return f"{self.temperature.teacher:g} (teacher), {self.temperature.student:g} (student)"
+        return f"{self.temperature:g}"
+
+    @property
+    def scale(self) -> float:
+        """The factor of the divergences."""
+        return self.temperatures.student**2 if self.scale_by_temperature_squared else 1.0
+
+    @property
+    def clips(self) -> bool:
+        """Return whether an active divergence between whole distributions has caps."""
+        terms = (term for term in self.terms if term.weight > 0 and term.type in DIVERGENCES)
+        return any(getattr(term, "clip", None) is not None for term in terms)
+
+    @property
+    def clips_entries(self) -> bool:
+        """Return whether an active term caps entries."""
+        clips = (getattr(term, "clip", None) for term in self.terms if term.weight > 0)
+        return any(isinstance(clip, Clip) and clip.entry is not None for clip in clips)
+
+    @property
     def rewarded(self) -> PolicyGradientTerm | None:
         """The active term with a reward; None where there is none."""
         found = (term for term in self.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0)
@@ -441,7 +543,12 @@ class Loss(Section):
     @property
     def tails_beside_others(self) -> bool:
         """Return whether a sampled tail has other terms beside it, or a temperature other than 1."""
-        return self.tailed is not None and (self.temperature != 1 or sum(term.weight > 0 for term in self.terms) > 1)
+        return self.tailed is not None and (self.tempered or sum(term.weight > 0 for term in self.terms) > 1)
+
+    @property
+    def tempered(self) -> bool:
+        """Return whether a model's logits are divided by a temperature other than 1."""
+        return (self.temperatures.teacher, self.temperatures.student) != (1.0, 1.0)
 
     @property
     def schedules_temperature(self) -> bool:

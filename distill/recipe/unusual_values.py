@@ -29,7 +29,7 @@ def _unusual(section: Section, prefix: str) -> Iterator[str]:
             if isinstance(part, Section):
                 yield from _unusual(part, f"{path}.{number}." if number != "" else f"{path}.")
         usual = Usual.of(field)
-        if usual is None or not value or not usual.applies(section):
+        if usual is None or not value or isinstance(value, Section) or not usual.applies(section):
             continue
         if not usual.low / DECADE <= value <= usual.high * DECADE:
             yield f"{path}: {value:g} is far outside of what is in use, {usual}"

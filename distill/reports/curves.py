@@ -43,6 +43,8 @@ def panels_of(measure: DivergenceUnit = KL) -> list[Panel]:
         Panel("kl", f"{measure.name} to teacher ({measure.unit_label})", from_zero=True),
         Panel("divergence", f"{name} to teacher ({measure.unit_label})", from_zero=True),
         Panel("agreement", "agreement with teacher (%)", 100.0),
+        Panel("clipped_tokens", "clipped tokens (%)", 100.0, True),
+        Panel("clipped_value", "divergence beyond the caps (%)", 100.0, True),
         Panel("student_entropy", "student's entropy (nats)", from_zero=True, axis="entropy"),
         Panel("teacher_entropy", "teacher's entropy (nats)", from_zero=True, axis="entropy"),
         Panel("router_load", "router load (busiest expert over mean)"),

@@ -21,6 +21,7 @@ from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.core.manifest import entry_mismatch
 from distill.objectives.measure import DivergenceUnit, metric_text, perplexity
 from distill.recipe import Recipe, parse
+from distill.recipe.loss import clip_text
 from distill.reports.curves import Panel, Rows, charts_of, same_axes
 from distill.reports.plots import HINT, Series, line_chart, matplotlib_is_installed, short
 from distill.reports.run_summary import TITLES
@@ -203,14 +204,14 @@ def _recipe_facts(run: ReportedRun) -> dict[str, str]:
         "teacher": source_of(recipe).title(),
         "student": model_name(recipe.student),
         "data": recipe.data.source,
-        "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
+        "loss": f"{terms}, temperature {recipe.loss.temperature_text}",
     } | {title: text for title, text in run.summary if title in SIZES}
 
 
 def _term(term: Any, measure: DivergenceUnit) -> str:
     """Return a loss term in words; a custom one by its function's name."""
     name = str(getattr(term, "function", term.type))
-    return (name.removesuffix("_kl") + f" {measure.name}" * name.endswith("_kl")).replace("_", " ")
+    return (name.removesuffix("_kl") + f" {measure.name}" * name.endswith("_kl")).replace("_", " ") + clip_text(term)
 
 
 def _header(run: ReportedRun) -> str:

@@ -18,6 +18,7 @@ from distill.models.prune.widths import widths_of
 from distill.models.quantised_checkpoints import quantised_by
 from distill.objectives.measure import KL, DivergenceUnit
 from distill.planning.steps import small_data_warnings
+from distill.recipe.loss import clip_text
 from distill.recipe.quantise import GGUF_FILES
 from distill.reports.gguf_file import gguf_faults
 from distill.teachers.identity import model_name
@@ -56,14 +57,14 @@ def run_summary(
         name += f", experts {widths.experts}" if widths.experts else ""
         name += f" of {widths.moe_intermediate} columns" if widths.experts and widths.moe_intermediate else ""
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
-    terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
+    terms = " + ".join(f"{term.weight:g} {term.type}{clip_text(term)}" for term in objective.terms if term.weight > 0)
     # a step cannot hold more tokens than the data
     whole = plan.tokens_per_step <= data.rows * data.max_length
     step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {plural(data.tokens, 'token')}"
     lines = {
         "teacher": f"{source.title()}, {pair.teacher.size_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
-        "loss": f"{terms}, temperature {recipe.loss.temperature:g}"
+        "loss": f"{terms}, temperature {recipe.loss.temperature_text}"
         + "".join(map(_line_of, recipe.loss.schedule))
         + ("" if recipe.loss.token_weights is None else f"; token weights: {recipe.loss.token_weights}"),
         "vocabulary": pair.vocabulary_note,

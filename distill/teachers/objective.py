@@ -419,6 +419,11 @@ class DistillationObjective:
         known = {term.type for term in soft} in KL
         return self.measure.key if known else "divergence", sum(term.weight for term in soft)
 
+    @property
+    def clips(self) -> bool:
+        """Whether the statistics' divergence has caps in the loss."""
+        return any(term.clip is not None for term in measured_terms(self.loss))
+
     def student_forward(
         self,
         student: nn.Module,

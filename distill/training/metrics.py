@@ -36,6 +36,8 @@ from distill.models.gpu_specs import peak_flops
 from distill.objectives.losses import PER_ROUTE, STATISTICS
 from distill.training.phases import PAUSED, Phases
 
+OF_DIVERGENCE = [STATISTICS.index("divergence"), STATISTICS.index("clipped_value")]  # sums in the divergence's unit
+
 
 class Meter:
     """Sums of one logging interval, kept on the device.
@@ -46,6 +48,7 @@ class Meter:
         student: FLOPs per token of the student, from `count_flops`; None for no MFU.
         divergence: Name of the objective's divergence (None: no teacher in the loss) and the sum of the terms' weights.
         routes: Routes of the teacher, each with metrics of its own.
+        clips: Whether the loss caps divergences, which has metrics too.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Meter:
         student: FlopCounts | None,
         divergence: tuple[str | None, float] = ("kl", 1.0),
         routes: Sequence[str] = (),
+        clips: bool = False,
     ) -> None:
         self.device = device
+        self.clips = clips
         self.teacher = teacher
         self.student = student
         self.divergence = divergence
@@ -111,7 +116,7 @@ class Meter:
         if weight:  # rescale to the weight by which the means are divided
             begin = len(STATISTICS)
             size = len(PER_ROUTE)
-            divergences = [0, *range(begin + PER_ROUTE.index("divergence"), len(statistics), size)]
+            divergences = [*OF_DIVERGENCE, *range(begin + PER_ROUTE.index("divergence"), len(statistics), size)]
             statistics = statistics.detach().clone()
             statistics[divergences] *= self.divergence[1] / weight
         self._sums += statistics.detach()
@@ -139,7 +144,8 @@ class Meter:
             over trained tokens, natural logarithms), per route kl_NAME, agreement_NAME and tokens_NAME,
             rollout_gap (mean absolute difference between the engine's and the trainer's log-probability of a token
             that the student sampled), overlap (share of the student's top-8 tokens that are among the teacher's, on
-            some tokens of its rollouts; per route overlap_NAME), tokens_per_second, trained_tokens_per_second,
+            some tokens of its rollouts; per route overlap_NAME), clipped_tokens and clipped_value (shares of the tokens
+            and of the divergence that caps take), tokens_per_second, trained_tokens_per_second,
             tokens_seen (since this process started), peak_memory_gib, time_data and the other phases (seconds per
             optimizer step, means over the ranks) and, where known, mfu, mfu_teacher and mfu_student (fractions of 1).
         """
@@ -157,7 +163,7 @@ class Meter:
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         divergence = self.divergence if compared or not counted else (None, 1.0)
-        figures = metrics_from_sums(sums, counted, divergence, self.routes, compared) | {
+        figures = metrics_from_sums(sums, counted, divergence, self.routes, compared, self.clips) | {
             "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": trained / seconds,
             "trained_tokens": trained,
@@ -207,11 +213,13 @@ def metrics_from_sums(
     divergence: tuple[str | None, float],
     routes: Sequence[str] = (),
     compared: float | None = None,
+    clips: bool = False,
 ) -> dict[str, float]:
     """Return means of the objective's statistics, by metric name.
 
     Statistics of the student are means over the `trained` tokens, those of the teacher over the `compared` tokens
     (fewer where some steps do not query it), those of a route over the route's tokens, whose number is returned too.
+    With `clips`, the shares that caps take.
     """
     mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=False)}
     name, weight = divergence
@@ -221,6 +229,12 @@ def metrics_from_sums(
     if name is not None:
         figures |= {name: mean["divergence"] / weight, "agreement": mean["agreement"]}
         figures |= {"teacher_entropy": mean["teacher_entropy"], "teacher_cross_entropy": -mean["teacher_label_logprob"]}
+        if clips:
+            whole = mean["divergence"]
+            figures |= {
+                "clipped_tokens": mean["clipped_tokens"],
+                "clipped_value": mean["clipped_value"] / whole if whole else 0.0,
+            }
     for number, route in enumerate(routes if name is not None else ()):
         begin = len(STATISTICS) + len(PER_ROUTE) * number
         tokens, total, agreement = sums[begin : begin + len(PER_ROUTE)]

@@ -21,6 +21,7 @@ from distill.core.files import write_text
 from distill.core.manifest import entry_mismatch, remove_from_manifest
 from distill.objectives.measure import KL, DivergenceUnit
 from distill.recipe import Loss
+from distill.recipe.loss import clip_text
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 
@@ -226,11 +227,10 @@ def explain_loss(loss: Loss, name: str, measure: DivergenceUnit = KL, trains_rou
     Args:
         trains_routers: Whether losses of the student's routers are in it.
     """
-    temperature = loss.temperature
-    at = "" if temperature == 1 else f" at temperature {temperature:g}"
+    at = f" at temperature {loss.temperature_text}" if loss.tempered else ""
     if at and loss.scale_by_temperature_squared:
-        at += f", divergences times {temperature**2:g}"
-    terms = " + ".join(f"{term.weight:g} x {term.type}" for term in loss.terms if term.weight > 0)
+        at += f", divergences times {loss.scale:g}"
+    terms = " + ".join(f"{term.weight:g} x {term.type}{clip_text(term)}" for term in loss.terms if term.weight > 0)
     at += ", and the losses of the student's routers" if trains_routers else ""
     what = "the forward KL to the teacher" if name == "kl" else "the mean of the terms' divergences"
     return (
@@ -244,6 +244,8 @@ def figures_line(logs: dict[str, Any], measure: DivergenceUnit = KL) -> str:
     parts += [f"{measure.display_name(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:
         parts.append(f"agreement {logs['agreement']:.1%}")
+    if "clipped_tokens" in logs:
+        parts.append(f"clipped {logs['clipped_tokens']:.1%} of tokens, {logs['clipped_value']:.1%} of the value")
     if "overlap" in logs:
         parts.append(f"top-8 overlap {logs['overlap']:.1%}")
     if "router_load" in logs:

@@ -67,7 +67,7 @@ def training_listeners(
         diagnose=teacher_diagnosis(trainer, objective),
     )
     flops = objective.teacher.flops_per_token(), count_flops(trainer.model, trains=True)
-    meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
+    meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes, objective.clips)
     found: list[TrainerCallback] = [guard]
     if trainer.accelerator.num_processes > 1:
         found.append(RankWatch(folder))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         FusedTVDLoss,
     )
     from distill_kernels.losses.policy import FusedPolicyGradientLoss
-    from distill_kernels.losses.terms import LossTerm, TokenStats
+    from distill_kernels.losses.terms import Clip, LossTerm, Temperatures, TokenStats
     from distill_kernels.losses.topk import FusedStudentTopKKLLoss, FusedTopKKLLoss
     from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
     from distill_kernels.matmul.lora import lora_linear
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BiasGELU",
     "ChunkedLoss",
+    "Clip",
     "Fp8Linear",
     "FusedAdamW",
     "FusedCrossEntropyLoss",
@@ -74,6 +75,7 @@ __all__ = [
     "RMSNorm",
     "SplitKLinear",
     "TeacherHead",
+    "Temperatures",
     "TokenStats",
     "add_rms_norm",
     "bias_gelu",
@@ -135,7 +137,7 @@ __getattr__, __dir__ = lazy_names(
         "distill_kernels.losses.modules": "FusedCrossEntropyLoss FusedDistillationLoss FusedJSDLoss FusedKLLoss "
         "FusedSkewKLLoss FusedTVDLoss",
         "distill_kernels.losses.policy": "FusedPolicyGradientLoss",
-        "distill_kernels.losses.terms": "LossTerm TokenStats",
+        "distill_kernels.losses.terms": "Clip LossTerm Temperatures TokenStats",
         "distill_kernels.losses.topk": "FusedStudentTopKKLLoss FusedTopKKLLoss",
         "distill_kernels.matmul.fp8": "Fp8Linear fp8_linear quantize_rows swap_linears_for_fp8",
         "distill_kernels.matmul.lora": "lora_linear",

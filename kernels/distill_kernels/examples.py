@@ -29,7 +29,7 @@ from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
 from distill_kernels.quantisation.formats import FORMATS
 
-VALUE_TYPES = {"LossTerm", "TokenStats"}  # they hold what they are given, and compute nothing
+VALUE_TYPES = {"Clip", "LossTerm", "Temperatures", "TokenStats"}  # they hold what they are given, and compute nothing
 SIXTEEN = (torch.bfloat16,)
 BOTH = (torch.float32, torch.bfloat16)
 MANY = 160  # rows: more than split_k_linear takes, so that triton_linear makes its own tiles

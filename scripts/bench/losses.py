@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm
+from distill_kernels import Clip, FusedDistillationLoss, LossTerm, Temperatures
 from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.operands import Head, RequiredGrads, RowBatch
 
@@ -115,12 +115,18 @@ def floor(inputs: Inputs, *, head: bool = True) -> Callable[[], None]:
     return run
 
 
-def ours(*terms: LossTerm, workspace: float | None = None, half: bool = False, stats: bool = False) -> Callable:
+def ours(
+    *terms: LossTerm,
+    workspace: float | None = None,
+    half: bool = False,
+    stats: bool = False,
+    temperature: float | Temperatures = 1.0,
+) -> Callable:
     """Our loss of these terms, at its defaults but for `workspace`; labels of half the rows ignored if `half`.
 
     Without ignored rows there is none to skip, so none is looked for, as where the collator gives the valid rows.
     """
-    module = FusedDistillationLoss(terms, max_workspace_mib=workspace, skip_ignored_rows=half)
+    module = FusedDistillationLoss(terms, temperature, max_workspace_mib=workspace, skip_ignored_rows=half)
     hard = any(term.type == "cross_entropy" for term in terms)
 
     def loss(i: Inputs) -> torch.Tensor:
@@ -244,6 +250,46 @@ def variants(rounds: int) -> list[Row]:
     return rows
 
 
+def clipped(rounds: int) -> list[Row]:
+    """Measure caps and two temperatures beside the same divergence without; ratios are to that.
+
+    The caps are reached: the note says by which share of the tokens, and how much of the value.
+    """
+    inputs = Inputs(MAIN)
+    temperatures = Temperatures(teacher=1.0, student=1.1)
+    rows = []
+    for name, term in (("forward KL", KL), ("JSD(0.5)", JSD)):
+        options = {
+            "clip.token": {"clip": Clip(token=1.0 if term is KL else 0.2)},
+            "clip.entry": {"clip": Clip(entry=0.05)},
+        }
+        terms = {option: term._replace(**settings) for option, settings in options.items()}
+        kinds = {"without": ours(term), **{option: ours(each) for option, each in terms.items()}}
+        kinds["two temperatures"] = ours(term, temperature=temperatures)
+        steps = {option: inputs.run(loss) for option, loss in kinds.items()}
+        errors = {
+            option: gradient_errors(inputs, steps[option], exact_gradients(inputs, each))
+            for option, each in terms.items()
+        }
+        notes = {}
+        for option, each in terms.items():
+            x = inputs.x.detach()
+            _, stats = FusedDistillationLoss([each])(
+                x, inputs.w.detach(), inputs.x_teacher, inputs.w_teacher, return_stats=True
+            )
+            share = stats.clipped_value.sum() / stats.divergence.sum()
+            notes[option] = f"caps {stats.clipped_tokens.mean().item():.1%} of tokens, {share.item():.1%} of the value"
+        inputs.clear()
+        torch.cuda.empty_cache()
+        times = time_in_turn(steps, rounds=rounds, calls=2, settle=1)
+        for option, ms in times.items():
+            row = Row("linear clipped", str(MAIN), f"{name}, {option}", ms, ms / times["without"])
+            row.error = errors.get(option, {})
+            row.note = notes.get(option, "")
+            rows.append(row)
+    return rows
+
+
 def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """All cases; `quick`: the main shape with its rivals and variants; `only`: part of a case's or shape's name."""
     rounds = 5 if quick else 7
@@ -255,6 +301,8 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
             yield from compare(MAIN, term, candidates, rounds)
     if only in "linear variants":
         yield from variants(rounds)
+    if only in "linear clipped":
+        yield from clipped(rounds)
     if not quick:
         for shape in MORE:
             if only in f"linear forward_kl {shape}":

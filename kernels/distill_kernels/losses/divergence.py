@@ -18,6 +18,13 @@ The added `p_s - p_t` sums to zero: it keeps each term nonnegative and makes sma
 the rounding of the normalisers. A term with `p = 0` in front of its logarithm is 0; where `p_t > 0` meets `p_s = 0`
 the forward KL is inf.
 
+A cap x on entries (`terms.Clip`) replaces f by min(f, x) and, where f > x, g by 0: the gradient above, with `sum(g)`
+over the other entries, is then that of `sum_v min(f_v, x)`. Since no f is negative, neither is the capped sum, and it
+is 0 for equal distributions alone; of the bare products p log(p/q), which may be negative, capping only the positive
+ones could make the sum negative. A cap y on the token's value makes it min(D, y), and the token's g 0 where D > y.
+
+With a temperature for each model, a = z_s / T_s and b = z_t / T_t, and the T of the gradient, and of T^2, is T_s.
+
 The hard-label term is `CE + z_loss * lse^2` at T = 1, with `CE = -(1-eps) log p[label] - eps mean_v(log p[v])`.
 
 Sources: Hinton et al. 2015 (T^2), Gu et al. 2024 (MiniLLM, reverse KL), Agarwal et al. 2024 (GKD, generalised JSD),
@@ -26,6 +33,7 @@ Ko et al. 2024 (DistiLLM, skewed KL), Wen et al. 2023 (f-DISTILL, total variatio
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -87,9 +95,16 @@ class RowRequest(NamedTuple):
         # by selection, since 0 times the NaN of a skipped row is NaN
         gradient.masked_fill_(~self.counted[:, None], 0.0)
 
-    def stats(self, *statistics: torch.Tensor) -> TokenStats:
-        """Return the statistics in fp32, 0 at skipped rows."""
-        return TokenStats(*(torch.where(self.counted, statistic, 0.0).float() for statistic in statistics))
+    def stats(self, *statistics: torch.Tensor, clipped: tuple[torch.Tensor, torch.Tensor] | None = None) -> TokenStats:
+        """Return the statistics in fp32, 0 at skipped rows.
+
+        `clipped` are the last two: 1 at capped tokens, and the share of the value that the caps take (the drivers make
+        it `TokenStats.clipped_value`); None for zeros.
+        """
+        if clipped is None:
+            clipped = (torch.zeros_like(statistics[0]),) * 2
+        every = (*statistics, *clipped)
+        return TokenStats(*(torch.where(self.counted, statistic, 0.0).float() for statistic in every))
 
 
 def transform_logits(raw: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
@@ -138,6 +153,32 @@ def reference_terms(
     assert kind == "jsd", kind
     g = (share - 1) * p_s * log_q
     return share * p_t * (d - log_q) + g, g
+
+
+def cap_entries(f: torch.Tensor, g: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `f` and `g` with each entry's value capped: beyond the cap it is constant. NaN is not beyond."""
+    beyond = f > cap
+    return torch.where(beyond, cap, f), torch.where(beyond, 0.0, g)
+
+
+class ClippedValue:
+    """Sums of the divergences with and without caps, for the statistics of clipping."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.whole = torch.zeros_like(like)
+        self.kept = torch.zeros_like(like)
+        self.capped = torch.zeros_like(like, dtype=torch.bool)
+
+    def add(self, weight: float, whole: torch.Tensor, kept: torch.Tensor, capped: torch.Tensor) -> None:
+        """Add a divergence: its value without and with caps, and where the token's cap is reached."""
+        self.whole += weight * whole
+        self.kept += weight * kept
+        self.capped |= capped
+
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 1 at capped tokens, and the share of each token's value that the caps take."""
+        share = torch.where(self.whole > 0, 1 - self.kept / self.whole, 0.0).clamp_min(0.0)
+        return self.capped.to(share.dtype), share
 
 
 def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, objective: Objective) -> torch.Tensor:
@@ -207,19 +248,32 @@ def reference_rows(
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1
+    clipped = ClippedValue(loss)
     if objective.kinds:
         assert z_teacher is not None
         log_s = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z)
-        log_t = log_softmax(z_teacher / objective.temperature if objective.temperature != 1.0 else z_teacher)
+        teacher_t = objective.teacher_temperature
+        log_t = log_softmax(z_teacher / teacher_t if teacher_t != 1.0 else z_teacher)
         log_p1 = log_s if objective.temperature == 1.0 else None
         p_s = log_s.exp()
         p_t = log_t.exp()
-        for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
+        for kind, weight, parameter, token_cap, entry_cap in objective.divergences:
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
-            loss += weight * f.sum(-1).clamp_min(0)
+            value = f.sum(-1).clamp_min(0)
+            if token_cap < math.inf or entry_cap < math.inf:
+                whole = value
+                f, g = cap_entries(f, g, entry_cap)
+                value = f.sum(-1).clamp_min(0)
+                capped = value > token_cap
+                value = torch.where(capped, token_cap, value)
+                g = torch.where(capped[:, None], 0.0, g)
+                clipped.add(weight, whole, value, capped)
+            elif objective.clips:
+                clipped.add(weight, value, value, torch.zeros_like(clipped.capped))
+            loss += weight * value
             if with_gradient:
                 # forward KL's g sums to 0 and is the gradient already
-                if not DIVERGENCES[kind].g_sums_to_0:
+                if not DIVERGENCES[kind].g_sums_to_0 or entry_cap < math.inf:
                     g = logit_gradient(g, p_s, objective)
                 g = g.mul_(weight / objective.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
@@ -244,11 +298,18 @@ def reference_rows(
     loss = torch.where(request.counted, loss * request.row_scale, 0.0)
     if gradient is not None:
         request.finish_gradient_(gradient, z, objective)
-    return RowResult(loss, gradient, reference_stats(z, z_teacher, objective, request) if request.with_stats else None)
+    if not request.with_stats:
+        return RowResult(loss, gradient, None)
+    of_caps = clipped.statistics() if objective.clips else None
+    return RowResult(loss, gradient, reference_stats(z, z_teacher, objective, request, of_caps))
 
 
 def reference_stats(
-    z: torch.Tensor, z_teacher: torch.Tensor | None, objective: Objective, request: RowRequest
+    z: torch.Tensor,
+    z_teacher: torch.Tensor | None,
+    objective: Objective,
+    request: RowRequest,
+    clipped: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> TokenStats:
     """Return `TokenStats` of rows of transformed logits [n, V] at T = 1; zeros at skipped rows.
 
@@ -257,6 +318,7 @@ def reference_stats(
         z_teacher: the teacher's, or None.
         objective: the loss, whose divergences are reported.
         request: labels and scales.
+        clipped: the last two statistics, see `RowRequest.stats`.
     """
     targets = request.targets
     zeros = z.new_zeros(z.shape[0])
@@ -280,5 +342,12 @@ def reference_stats(
         agreement = top_count == 1
         teacher_label = zeros if targets is None else _at_labels(log_t, targets)
     return request.stats(
-        divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label
+        divergence,
+        -student_label,
+        student_entropy,
+        teacher_entropy,
+        agreement,
+        student_label,
+        teacher_label,
+        clipped=clipped,
     )

@@ -35,7 +35,7 @@ class _Workspace:
         vocab: Columns of the logits, V.
         dtype: Dtype of the relative logits.
         device: Device of the buffers.
-        both_temperatures: Keep sums at temperature 1 separately from those at T.
+        both_temperatures: Keep sums at temperature 1 separately from those at T, of the student and of the teacher.
         models: 2 with a teacher, 1 without.
     """
 
@@ -46,7 +46,7 @@ class _Workspace:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        both_temperatures: bool,
+        both_temperatures: tuple[bool, bool],
         models: int,
     ):
         self.vocab = vocab
@@ -56,10 +56,13 @@ class _Workspace:
         self.extra = torch.empty(plan.extra_rows, width, dtype=dtype, device=device) if plan.extra_rows else None
         if device.type == "cpu":  # CPU GEMMs may read padding columns and multiply them by 0, which NaN would survive
             self.buffer[:, vocab:] = 0
-        sums = 3 if both_temperatures else 2  # shift, total and, if separate, total at temperature 1
+        sums = 3 if any(both_temperatures) else 2  # shift, total and, if separate, total at temperature 1
         tile_sums = torch.empty(models, sums, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
         # without sums at T = 1 of their own, the last plane is the total itself
-        self.tile_sums = [(model[0], model[1], model[sums - 1]) for model in tile_sums]
+        self.tile_sums = [
+            (model[0], model[1], model[2 if both else 1])
+            for model, both in zip(tile_sums, both_temperatures, strict=False)
+        ]
 
     def student(self, first: int, rows: int) -> ChunkLogits:
         """Return `rows` rows of the buffer from row `first` on, which the gradients will overwrite."""
@@ -99,6 +102,7 @@ def fused_linear_divergence(
     hidden = head.hidden
     n = head.hidden.shape[0]
     temperature = objective.temperature
+    teacher_temperature = objective.teacher_temperature
     device = hidden.device
     student = student.cut(vocab, dtype)
     teacher = None if teacher is None else teacher.cut(vocab, dtype)
@@ -107,7 +111,7 @@ def fused_linear_divergence(
     models = 1 if teacher is None else 2
     weight_16_bit = torch.float32 not in (head.weight.dtype, dtype)
     if workspace is not None and isinstance(teacher, Mixture):  # the mixer allocates one or two more buffers of a chunk
-        workspace //= 3 if required.stats and temperature != 1.0 else 2
+        workspace //= 3 if required.stats and teacher_temperature != 1.0 else 2
     plan = plan_chunks(
         count,
         vocab,
@@ -120,14 +124,16 @@ def fused_linear_divergence(
     )
     needs_both = objective.hard_weight != 0.0 or required.stats
     both_temperatures = temperature != 1.0 and needs_both and batch.policy is None
-    teacher_both = both_temperatures and required.stats
+    teacher_both = teacher_temperature != 1.0 and required.stats and batch.policy is None
     transforms = (
         Transform(objective.student_scale, objective.student_softcap, temperature, both_temperatures),
-        Transform(objective.teacher_scale, objective.teacher_softcap, temperature, teacher_both),
+        Transform(objective.teacher_scale, objective.teacher_softcap, teacher_temperature, teacher_both),
     )
 
     allocate = torch.empty if batch.rows is None and batch.lse is None else torch.zeros  # skipped rows stay 0
-    loss_and_stats = allocate(
+    # the statistics of caps are written by rows that count, where there are caps
+    allocate_stats = torch.zeros if required.stats else allocate
+    loss_and_stats = allocate_stats(
         (1 + (len(TokenStats._fields) if required.stats else 0), n), dtype=torch.float32, device=device
     )
     loss = loss_and_stats[0]
@@ -141,7 +147,8 @@ def fused_linear_divergence(
     fp32_sum = plan.accumulate_fp32 or dtype == torch.float32
     weight_sum = WeightGradient(head.weight, vocab, len(plan.groups), fp32=fp32_sum)
     row_lse: list[torch.Tensor] = []
-    buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both_temperatures, models=models)
+    both = both_temperatures, teacher_both
+    buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both, models=models)
     selected = None
     if batch.student_top is not None:  # relative logits in 16 bits are no better than what the K lack of 1
         with_rest = logit_dtype == torch.float32 and batch.student_top.tail == "bucket"
@@ -153,7 +160,7 @@ def fused_linear_divergence(
             plan.chunk_rows,
             vocab,
             logit_dtype,
-            temperature,
+            teacher_temperature,
             at_temperature_1=teacher_both,
             descriptors=descriptors,
         )
@@ -223,7 +230,7 @@ def fused_linear_divergence(
                 top,
                 row_scale=batch.row_scale[argument_rows],
                 rows=rows,
-                temperature=temperature,
+                temperature=teacher_temperature,
             )
             # the teacher's K log-probabilities are picked out: what follows is a top-K loss
             teacher_logits = None
@@ -242,6 +249,7 @@ def fused_linear_divergence(
             loss[argument_rows],
             None if stats is None else stats[:, argument_rows],
             student_logits.values.view(dtype) if required.gradient else None,
+            stats[-2:, argument_rows] if stats is not None and objective.clips else None,
         )
         lse = row_loss(student_logits, teacher_logits, objective, call)
         if lse is not None and teacher is None and not required.gradient:
@@ -287,6 +295,8 @@ def fused_linear_divergence(
                 x = masked_hidden(group_start, start)
                 weight_sum.add(g, x)
         group_start = start
+    if stats is not None and objective.clips:
+        stats[-1] *= stats[0]  # from the share of the token's value to nats: `TokenStats.clipped_value`
     d_weight = weight_sum.total
     if required.weight and d_weight is None:
         d_weight = torch.zeros_like(head.weight)

@@ -173,6 +173,8 @@ def reference_linear_divergence(
                 all_rows[here] = these_rows
         if result.gradient is not None:
             sums.add(student, batch.mask_ignored(x, here), result.gradient, here)
+    if objective.clips:  # from the share of the token's value to nats
+        stats = stats._replace(clipped_value=stats.clipped_value * stats.divergence)
     return LossOutput(loss, stats if required.stats else None, *sums.results())
 
 

@@ -2,7 +2,8 @@
 
 Per row of `V` logits: the normalisers `log sum exp(z / T)` of student and teacher by an online sweep (Milakov and
 Gimelshein, 2018), then `f` and `g` of the table in divergence.py, then the student's gradient. Forward KL and
-cross-entropy need no sweep for `sum(g)`, which is 0. Rows of up to `MAX_REGISTER_COLUMNS` columns stay in registers.
+cross-entropy need no sweep for `sum(g)`, which is 0, unless an entry's value has a cap. Rows of up to
+`MAX_REGISTER_COLUMNS` columns stay in registers.
 
 Bytes a row of b-byte logits, fewest: `2 V b` read and `V b` written. Longer rows are read once more for every sweep
 after the first.
@@ -82,6 +83,8 @@ def _gradient(
     inverse_t,
     weights,
     parameters,
+    entry_caps,
+    capped,
     hard,
     KINDS: tl.constexpr,
     HARD: tl.constexpr,
@@ -94,7 +97,7 @@ def _gradient(
     f = tl.zeros_like(z)
     g = tl.zeros_like(z)
     if len(KINDS) > 0:
-        f, g, p_s, _pt = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+        f, g, p_s, _pt = weighted_divergences(log_s, log_t, weights, parameters, KINDS, entry_caps, capped)
         if NEEDS_G_SUM:
             g = logit_gradient(g, p_s, sums, EXACT_WHEN_CONFIDENT)
         g *= inverse_t
@@ -114,8 +117,11 @@ def _logits_kernel(
     V,
     strides,
     inverse_t,
+    teacher_inverse_t,
     weights,
     parameters,
+    token_caps,
+    entry_caps,
     hard,
     KINDS: tl.constexpr,
     TEMPERED: tl.constexpr,
@@ -135,6 +141,10 @@ def _logits_kernel(
     BLOCK: tl.constexpr = STEPS * LANES
     SOFT: tl.constexpr = len(KINDS) > 0
     BOTH: tl.constexpr = TEMPERED and HARD
+    # Terms with a cap on the token's value are summed one after the other in pass 2, all others together.
+    ROUNDS: tl.constexpr = 1 if token_caps is None else len(KINDS)
+    if teacher_inverse_t is None:
+        teacher_inverse_t = inverse_t
     # A block is [STEPS, LANES] columns of one row, lanes adjacent in memory. Running maxima and sums are [LANES]: lanes
     # are joined once a row, not once a block.
     within = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -182,38 +192,65 @@ def _logits_kernel(
                     z_sum += tl.sum(tl.where(columns < V, zs, 0.0), 0)
                 if SOFT:
                     zt = _load(teacher, columns, V, "evict_last")
-                    max_t, total_t, hard_t = _online(zt, max_t, total_t, hard_t, inverse_t, False)
+                    max_t, total_t, hard_t = _online(zt, max_t, total_t, hard_t, teacher_inverse_t, False)
             lse_s, lse1 = _join(max_s, total_s, hard_s, inverse_t)
             if not BOTH:
                 lse1 = lse_s
             lse_t = lse_s
             if SOFT:
-                lse_t, _ = _join(max_t, total_t, hard_t, inverse_t)
+                lse_t, _ = _join(max_t, total_t, hard_t, teacher_inverse_t)
             # the divergences, and sum(g) where the gradient needs it
             f_sum = tl.zeros((LANES,), tl.float32)
-            g_sum = f_sum
-            g_without_top = f_sum
-            rest_p = f_sum
             sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
+            capped = None  # bits of the terms whose value is beyond their cap
+            at_caps = 0.0  # the caps of these, weighted, together
+            if token_caps is not None and NEEDS_G_SUM:
+                capped = tl.full((), 0, tl.int32)
             # Pass 2, after the normalisers and before any gradient. Left out where sum(g) is 0 and pass 3 sums f
             # itself.
             if SOFT and (NEEDS_G_SUM or not GRADIENT):
-                for block in range(1 if IN_REGISTERS else blocks):
-                    if not IN_REGISTERS:
-                        columns = block * BLOCK + within
-                        zs = _load(student, columns, V, "evict_last")
-                        zt = _load(teacher, columns, V, "evict_last")
-                    f, g, p_s, _pt = weighted_divergences(
-                        zs * inverse_t - lse_s, zt * inverse_t - lse_t, weights, parameters, KINDS
-                    )
-                    f_sum += tl.sum(f, 0)
-                    g_sum += tl.sum(g, 0)
+                for i in tl.static_range(ROUNDS):
+                    f_part = tl.zeros((LANES,), tl.float32)
+                    g_sum = f_part
+                    g_without_top = f_part
+                    rest_p = f_part
+                    for block in range(1 if IN_REGISTERS else blocks):
+                        if not IN_REGISTERS:
+                            columns = block * BLOCK + within
+                            zs = _load(student, columns, V, "evict_last")
+                            zt = _load(teacher, columns, V, "evict_last")
+                        f, g, p_s, _pt = weighted_divergences(
+                            zs * inverse_t - lse_s,
+                            zt * teacher_inverse_t - lse_t,
+                            weights,
+                            parameters,
+                            KINDS,
+                            entry_caps,
+                            None,
+                            i if token_caps is not None else -1,
+                        )
+                        f_part += tl.sum(f, 0)
+                        g_sum += tl.sum(g, 0)
+                        if EXACT_WHEN_CONFIDENT:
+                            g_without_top += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
+                            rest_p += tl.sum(tl.where(p_s > 0.5, 0.0, p_s), 0)
+                    of_term = tl.sum(g_sum, 0), 0.0, 0.0
                     if EXACT_WHEN_CONFIDENT:
-                        g_without_top += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
-                        rest_p += tl.sum(tl.where(p_s > 0.5, 0.0, p_s), 0)
-                sums = tl.sum(g_sum, 0), 0.0, 0.0
-                if EXACT_WHEN_CONFIDENT:
-                    sums = sums[0], tl.sum(g_without_top, 0), tl.sum(rest_p, 0)
+                        of_term = of_term[0], tl.sum(g_without_top, 0), tl.sum(rest_p, 0)
+                    if capped is None:
+                        f_sum = f_part
+                        sums = of_term
+                    else:
+                        cap = weights[i] * token_caps[i]
+                        beyond = tl.sum(f_part, 0) > cap
+                        capped |= tl.where(beyond, 1 << i, 0)
+                        at_caps += tl.where(beyond, cap, 0.0)
+                        f_sum += tl.where(beyond, 0.0, f_part)
+                        sums = (
+                            sums[0] + tl.where(beyond, 0.0, of_term[0]),
+                            sums[1] + tl.where(beyond, 0.0, of_term[1]),
+                            of_term[2],  # of p_s: the same for every term
+                        )
             if GRADIENT:
                 # Pass 3 may write over the student's logits: an element is loaded before it is stored, in one step,
                 # and no later step reads it.
@@ -226,7 +263,7 @@ def _logits_kernel(
                     f, g = _gradient(
                         zs,
                         zs * inverse_t - lse_s,
-                        zt * inverse_t - lse_t,
+                        zt * teacher_inverse_t - lse_t,
                         columns,
                         label,
                         lse1,
@@ -236,6 +273,8 @@ def _logits_kernel(
                         inverse_t,
                         weights,
                         parameters,
+                        entry_caps,
+                        capped,
                         hard,
                         KINDS,
                         HARD,
@@ -248,6 +287,18 @@ def _logits_kernel(
                         f_sum += tl.sum(f, 0)
                     tl.store(gradient + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
             loss = clamp_at_zero(tl.sum(f_sum, 0))
+            if token_caps is not None:
+                if NEEDS_G_SUM:
+                    loss += at_caps
+                else:
+                    # One divergence alone, whose value is known only now: beyond the cap its gradient is taken back.
+                    tl.static_assert(len(KINDS) == 1)
+                    cap = weights[0] * token_caps[0]
+                    if GRADIENT:  # noqa: SIM102 - known when compiled, unlike the next condition
+                        if loss > cap:
+                            tl.debug_barrier()  # other threads stored what these zeros replace
+                            zero_row(gradient, V, blocks, within, BLOCK)
+                    loss = tl.where(loss > cap, cap, loss)
             if HARD:
                 loss += hard_loss(at_label - lse1, tl.sum(z_sum, 0), lse1, lse1, V, hard, SMOOTHED, Z_LOSS)
             tl.store(loss_ptr + row, loss * scale)
@@ -307,13 +358,14 @@ def launch_logit_rows(
         length,
         vocab,
         (*student.stride()[:2], *other.stride()[:2], *out.stride()[:2]),
-        1.0 / objective.temperature,
+        *objective.inverse_temperatures,
         objective.weights,
         objective.parameters,
+        *objective.caps,
         (objective.hard_weight, objective.label_smoothing, objective.z_loss),
         KINDS=objective.codes,
-        TEMPERED=objective.temperature != 1.0,
-        NEEDS_G_SUM=objective.subtract_sum,
+        TEMPERED=objective.temperature != 1.0,  # the student's
+        NEEDS_G_SUM=objective.needs_sums(with_gradient=True),
         EXACT_WHEN_CONFIDENT=objective.stable_top,
         GRADIENT=gradient is not None,
         IN_REGISTERS=in_registers,

@@ -17,7 +17,7 @@ from distill_kernels.losses.arguments import FLOATS, REDUCTIONS, check_tokens, c
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_row_kernel import logit_rows
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_
-from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain_number
+from distill_kernels.losses.terms import Clip, LossTerm, Objective, Temperatures, make_objective, plain_number
 from distill_kernels.operands import check_tensor, differentiable_once
 
 SECOND_BACKWARD = "the loss was already differentiated: its gradient is made once, in the forward pass; call it again"
@@ -120,7 +120,7 @@ def distillation_loss(
     labels: torch.Tensor | None = None,
     *,
     terms: Sequence[LossTerm],
-    temperature: float = 1.0,
+    temperature: float | Temperatures = 1.0,
     scale_by_temperature_squared: bool = True,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -138,9 +138,10 @@ def distillation_loss(
         student_logits: [N, V] or [..., V], fp32, bf16, fp16 or fp64; gets a gradient. `logits[:, :-1]` is not copied.
         teacher_logits: the same shape, any of these dtypes; None for cross-entropy alone.
         labels: integers of the leading shape, already shifted; rows with `ignore_index` do not count. None: all count.
-        terms: `LossTerm(type, weight, beta, alpha)`.
-        temperature: softmax temperature T > 0 of the divergences; cross-entropy is at T = 1.
-        scale_by_temperature_squared: multiply the divergences by T^2.
+        terms: `LossTerm(type, weight, beta, alpha, clip)`.
+        temperature: softmax temperature T > 0 of the divergences, or `Temperatures(teacher, student)`; cross-entropy is
+            at T = 1.
+        scale_by_temperature_squared: multiply the divergences by T^2, of the student's T.
         label_smoothing: share of the hard target that is spread over the vocabulary.
         z_loss: weight of the squared log-normaliser beside the cross-entropy.
         ignore_index: label of rows that do not count.
@@ -228,8 +229,9 @@ def kl_div(
     teacher_logits: torch.Tensor,
     labels: torch.Tensor | None = None,
     direction: str = "forward",
-    temperature: float = 1.0,
+    temperature: float | Temperatures = 1.0,
     reduction: str = "mean",
+    clip: Clip | None = None,
     **settings: Any,
 ) -> torch.Tensor:
     """KL(p_t || p_s), or KL(p_s || p_t) for direction "reverse"; `settings` as in `distillation_loss`.
@@ -239,8 +241,9 @@ def kl_div(
         teacher_logits: [..., V], the same leading dimensions; no gradient.
         labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
         direction: "forward" or "reverse".
-        temperature: softmax temperature T > 0.
+        temperature: softmax temperature T > 0, or `Temperatures(teacher, student)`.
         reduction: "mean", "sum" or "none".
+        clip: caps of the divergence, or None.
         settings: other keywords of `distillation_loss`.
 
     Returns:
@@ -249,7 +252,7 @@ def kl_div(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    term = LossTerm(f"{checked_direction(direction)}_kl", 1.0)
+    term = LossTerm(f"{checked_direction(direction)}_kl", 1.0, clip=clip)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
     )
@@ -260,17 +263,18 @@ def jsd(
     teacher_logits: torch.Tensor,
     labels: torch.Tensor | None = None,
     beta: float = 0.5,
-    temperature: float = 1.0,
+    temperature: float | Temperatures = 1.0,
     reduction: str = "mean",
+    clip: Clip | None = None,
     **settings: Any,
 ) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence; returns and raises as `kl_div`.
 
     Args:
-        student_logits, teacher_logits, labels, temperature, reduction, settings: see `kl_div`.
+        student_logits, teacher_logits, labels, temperature, reduction, clip, settings: see `kl_div`.
         beta: the teacher's share, in [0, 1]; 0 is forward KL, 1 reverse KL.
     """
-    term = LossTerm("jsd", 1.0, beta=beta)
+    term = LossTerm("jsd", 1.0, beta=beta, clip=clip)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
     )
@@ -282,8 +286,9 @@ def skew_kl(
     labels: torch.Tensor | None = None,
     alpha: float = 0.1,
     direction: str = "forward",
-    temperature: float = 1.0,
+    temperature: float | Temperatures = 1.0,
     reduction: str = "mean",
+    clip: Clip | None = None,
     **settings: Any,
 ) -> torch.Tensor:
     """Skewed KL (DistiLLM), forward or reverse; returns and raises as `kl_div`.
@@ -292,7 +297,7 @@ def skew_kl(
         student_logits, teacher_logits, labels, direction, temperature, reduction, settings: see `kl_div`.
         alpha: the skew, in [0, 1).
     """
-    term = LossTerm(f"skew_{checked_direction(direction)}_kl", 1.0, alpha=alpha)
+    term = LossTerm(f"skew_{checked_direction(direction)}_kl", 1.0, alpha=alpha, clip=clip)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
     )
@@ -302,16 +307,17 @@ def tvd(
     student_logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     labels: torch.Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Temperatures = 1.0,
     reduction: str = "mean",
+    clip: Clip | None = None,
     **settings: Any,
 ) -> torch.Tensor:
     """Total variation distance, half the sum of |p_t - p_s|; returns and raises as `kl_div`.
 
     Args:
-        student_logits, teacher_logits, labels, temperature, reduction, settings: see `kl_div`.
+        student_logits, teacher_logits, labels, temperature, reduction, clip, settings: see `kl_div`.
     """
-    term = LossTerm("tvd", 1.0)
+    term = LossTerm("tvd", 1.0, clip=clip)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
     )

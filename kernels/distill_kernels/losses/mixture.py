@@ -1,6 +1,6 @@
 """Mixture of several teachers' probabilities, expressed as one row of teacher logits.
 
-With shares `w_k >= 0` that add up to 1, teachers' logits `z_k` and temperature `T`,
+With shares `w_k >= 0` that add up to 1, teachers' logits `z_k` and the teachers' temperature `T`,
 
     p_t = sum_k w_k softmax(z_k / T)        and        z_t = T log p_t
 
@@ -22,7 +22,7 @@ import torch
 
 from distill_kernels.losses.divergence import RowRequest, RowResult, log_softmax, reference_rows, transform_logits
 from distill_kernels.losses.operands import Head
-from distill_kernels.losses.terms import Objective
+from distill_kernels.losses.terms import Objective, TokenStats
 
 Rows = slice | torch.Tensor
 
@@ -144,12 +144,15 @@ def reference_mixture_rows(
     ]
     # Each teacher's scale and soft cap are applied above, before mixing; they must not be again.
     objective = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
-    mixed = mixed_logits(logits, mixture.shares, objective.temperature)
-    if not request.with_stats or objective.temperature == 1.0:
+    mixed = mixed_logits(logits, mixture.shares, objective.teacher_temperature)
+    if not request.with_stats or objective.teacher_temperature == 1.0:
         return reference_rows(student_raw, mixed, objective, request)
     at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0)
     only_stats = request._replace(with_gradient=False)
-    no_stats = request._replace(with_stats=False)
     # A clone, since `reference_rows` may overwrite the logits, which the loss needs once more.
     stats = reference_rows(student_raw.clone(), at_temperature_1, objective, only_stats).stats
-    return reference_rows(student_raw, mixed, objective, no_stats)._replace(stats=stats)
+    # What caps take is known at the loss's temperature alone.
+    result = reference_rows(student_raw, mixed, objective, request._replace(with_stats=objective.clips))
+    if stats is not None and result.stats is not None:
+        stats = TokenStats(*stats[:-2], *result.stats[-2:])
+    return result._replace(stats=stats)

@@ -107,7 +107,7 @@ def mix_in_place(mixed: ChunkLogits, other: ChunkLogits, share: float, temperatu
         flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
         # The running mixture takes the student's place among the arguments: planes 1 and 4 are both sides' log sums at
         # T.
-        norms = row_normalisers(mixed, other, temperature, **flags)[1::3]
+        norms = row_normalisers(mixed, other, 1.0 / temperature, **flags)[1::3]
         _mix_kernel[(n,)](
             (mixed.values, mixed.shift),
             (other.values, other.shift),
@@ -135,7 +135,7 @@ class TeacherMixer:
         chunk_rows: rows of the largest chunk.
         vocab: columns that count.
         dtype: dtype of the stored logits.
-        temperature: softmax temperature T of the divergences.
+        temperature: softmax temperature T of the teachers.
         at_temperature_1: also make the mixture at temperature 1, for statistics where T differs.
         descriptors: True to allow the fused projection, see `project`.
     """
@@ -211,8 +211,11 @@ def launch_mixture_row_loss(
     if at_temperature_1 is not None and call.stats is not None:
         # Statistics first, without a gradient: the second launch writes the gradient over the logits that the first one
         # reads.
-        plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)
+        plain = objective.unclipped._replace(
+            temperature=1.0, teacher_temperature=1.0, weights=objective.divergence_weights
+        )
         own = student._replace(total=student.total_hard)
-        launch_row_loss(own, at_temperature_1, plain, call._replace(gradient=None))  # losses are overwritten below
+        # losses are overwritten below; what caps take is known at the loss's temperature alone
+        launch_row_loss(own, at_temperature_1, plain, call._replace(gradient=None, clip=None))
         call = call._replace(stats=None)
     launch_row_loss(student, teacher, objective, call)

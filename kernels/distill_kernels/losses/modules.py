@@ -14,7 +14,7 @@ from distill_kernels.losses.arguments import REDUCTIONS, Lora, checked_direction
 from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import LossSettings, fused_loss
-from distill_kernels.losses.terms import LossTerm, TokenStats, make_objective
+from distill_kernels.losses.terms import Clip, LossTerm, Temperatures, TokenStats, make_objective
 
 
 class FusedDistillationLoss(nn.Module):
@@ -24,9 +24,9 @@ class FusedDistillationLoss(nn.Module):
     `softmax(z / T)`, cross-entropy is at T = 1. See `divergence.py` for definitions and sources.
 
     Args:
-        terms: `LossTerm(type, weight, beta, alpha)`, several of one type allowed.
-        temperature: softmax temperature T > 0 of the divergences.
-        scale_by_temperature_squared: multiply divergences by T^2 (Hinton et al., 2015).
+        terms: `LossTerm(type, weight, beta, alpha, clip)`, several of one type allowed.
+        temperature: softmax temperature T > 0 of the divergences, or `Temperatures(teacher, student)`.
+        scale_by_temperature_squared: multiply divergences by T^2 (Hinton et al., 2015), of the student's T.
         label_smoothing: share of the hard target that is spread over the vocabulary, [0, 1].
         z_loss: weight of the squared log-normaliser beside the cross-entropy (PaLM, Chowdhery et al., 2022).
         ignore_index: label of tokens that do not count.
@@ -45,7 +45,7 @@ class FusedDistillationLoss(nn.Module):
     def __init__(
         self,
         terms: Sequence[LossTerm],
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -148,8 +148,19 @@ class FusedDistillationLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        parts = [f"{term.weight:g} * {term.type}" for term in self.terms]
-        return f"{' + '.join(parts)}, temperature={self.objective.temperature:g}, reduction={self.reduction!r}"
+        parts = [f"{term.weight:g} * {term.type}{_as_text(term.clip)}" for term in self.terms]
+        objective = self.objective
+        temperature = f"{objective.temperature:g}"
+        if objective.teacher_temperature != objective.temperature:
+            temperature = f"(teacher={objective.teacher_temperature:g}, student={temperature})"
+        return f"{' + '.join(parts)}, temperature={temperature}, reduction={self.reduction!r}"
+
+
+def _as_text(clip: Clip | None) -> str:
+    """Return a term's caps for its module's text."""
+    if clip is None:
+        return ""
+    return f" clipped ({', '.join(f'{name}={cap:g}' for name, cap in clip._asdict().items() if cap is not None)})"
 
 
 class _OneDivergence(FusedDistillationLoss):
@@ -158,7 +169,7 @@ class _OneDivergence(FusedDistillationLoss):
     def __init__(
         self,
         divergence: LossTerm,
-        temperature: float,
+        temperature: float | Temperatures,
         scale_by_temperature_squared: bool,
         ce_weight: float,
         settings: dict[str, object],
@@ -172,10 +183,11 @@ class FusedKLLoss(_OneDivergence):
 
     Args:
         direction: "forward", KL(p_t || p_s), or "reverse", KL(p_s || p_t).
-        temperature: softmax temperature T > 0 of the divergence.
+        temperature: softmax temperature T > 0 of the divergence, or `Temperatures(teacher, student)`.
         scale_by_temperature_squared: multiply the divergence by T^2.
         divergence_weight: factor of the divergence.
         ce_weight: weight of the hard-label term; above 0, labels are needed.
+        clip: caps of the divergence, or None.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
     """
@@ -183,13 +195,14 @@ class FusedKLLoss(_OneDivergence):
     def __init__(
         self,
         direction: str = "forward",
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
+        clip: Clip | None = None,
         **settings: object,
     ) -> None:
-        term = LossTerm(f"{checked_direction(direction)}_kl", divergence_weight)
+        term = LossTerm(f"{checked_direction(direction)}_kl", divergence_weight, clip=clip)
         super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
 
 
@@ -204,13 +217,14 @@ class FusedJSDLoss(_OneDivergence):
     def __init__(
         self,
         beta: float = 0.5,
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
+        clip: Clip | None = None,
         **settings: object,
     ) -> None:
-        term = LossTerm("jsd", divergence_weight, beta=beta)
+        term = LossTerm("jsd", divergence_weight, beta=beta, clip=clip)
         super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
 
 
@@ -227,13 +241,14 @@ class FusedSkewKLLoss(_OneDivergence):
         self,
         alpha: float = 0.1,
         direction: str = "forward",
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
+        clip: Clip | None = None,
         **settings: object,
     ) -> None:
-        term = LossTerm(f"skew_{checked_direction(direction)}_kl", divergence_weight, alpha=alpha)
+        term = LossTerm(f"skew_{checked_direction(direction)}_kl", divergence_weight, alpha=alpha, clip=clip)
         super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
 
 
@@ -242,14 +257,19 @@ class FusedTVDLoss(_OneDivergence):
 
     def __init__(
         self,
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
+        clip: Clip | None = None,
         **settings: object,
     ) -> None:
         super().__init__(
-            LossTerm("tvd", divergence_weight), temperature, scale_by_temperature_squared, ce_weight, settings
+            LossTerm("tvd", divergence_weight, clip=clip),
+            temperature,
+            scale_by_temperature_squared,
+            ce_weight,
+            settings,
         )
 
 

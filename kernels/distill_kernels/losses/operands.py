@@ -111,8 +111,9 @@ class RowCall(NamedTuple):
         labels, row_scale, loss: values of all tokens, [N]: int64 labels or None, fp32 factors of the losses, fp32
             losses.
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
-        stats: fp32 [7, N] with rows in order, or None.
+        stats: fp32 [7, N] or more rows, which are left as they are, or None.
         gradient: [n, V] in the dtype to compute; may be the memory of the student's logits. None: no gradient.
+        clip: fp32 [2, N], the last two statistics, as far apart as those of `stats`; None without caps or statistics.
     """
 
     labels: torch.Tensor | None
@@ -121,6 +122,7 @@ class RowCall(NamedTuple):
     loss: torch.Tensor
     stats: torch.Tensor | None
     gradient: torch.Tensor | None
+    clip: torch.Tensor | None = None
 
     @property
     def tokens(self) -> tuple[torch.Tensor | None, ...]:
@@ -135,7 +137,8 @@ class RowCall(NamedTuple):
     @property
     def stats_stride(self) -> int:
         """Elements from one statistic to the next; 0 without them."""
-        return 0 if self.stats is None else self.stats.stride(0)
+        given = self.clip if self.stats is None else self.stats
+        return 0 if given is None else given.stride(0)
 
 
 class RequiredGrads(NamedTuple):

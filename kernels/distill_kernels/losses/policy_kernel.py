@@ -302,7 +302,7 @@ def launch_policy_row_loss(
     if n == 0:
         return
     tempered = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": False, "STATS": False}
-    lse = row_normalisers(student, student, objective.temperature, **tempered)[1]
+    lse = row_normalisers(student, student, 1.0 / objective.temperature, **tempered)[1]
     # Two planes of n: log-probabilities, and entropies where a bonus needs them.
     parts = torch.zeros(2, n, dtype=torch.float32, device=call.loss.device)
     tiles = cdiv(vocab, TILE)

@@ -70,16 +70,39 @@ def one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
 
 
 @triton.jit
-def weighted_divergences(log_s, log_t, weights, parameters, KINDS: tl.constexpr):
-    """Return the weighted sums of `f` and of `g` over the terms, and `p_s` and `p_t`."""
+def weighted_divergences(
+    log_s,
+    log_t,
+    weights,
+    parameters,
+    KINDS: tl.constexpr,
+    entry_caps=None,
+    capped=None,
+    ONLY: tl.constexpr = -1,
+):
+    """Return the weighted sums of `f` and of `g` over the terms, and `p_s` and `p_t`.
+
+    entry_caps: of each term's f, or None. capped: int32, the bits of terms whose token's value is capped: they count as
+    0 here; or None. ONLY: the term to compute; -1 for all.
+    """
     p_s = exp(log_s)
     p_t = exp(log_t)
     f = tl.zeros_like(p_s)
     g = tl.zeros_like(p_s)
     for i in tl.static_range(len(KINDS)):  # an item of a tuple is no constexpr in Triton 3.6
-        f_i, g_i = one_divergence(tl.constexpr(KINDS[i]), parameters[i], log_s, log_t, p_s, p_t)
-        f += weights[i] * f_i
-        g += weights[i] * g_i
+        if ONLY == -1 or i == ONLY:
+            f_i, g_i = one_divergence(tl.constexpr(KINDS[i]), parameters[i], log_s, log_t, p_s, p_t)
+            # Selected, not multiplied by 0: an excluded token's f or g may be inf. A NaN is beyond no cap and stays.
+            if entry_caps is not None:
+                beyond = f_i > entry_caps[i]
+                f_i = tl.where(beyond, entry_caps[i], f_i)
+                g_i = tl.where(beyond, 0.0, g_i)
+            if capped is not None:
+                constant = (capped & (1 << i)) != 0
+                f_i = tl.where(constant, 0.0, f_i)
+                g_i = tl.where(constant, 0.0, g_i)
+            f += weights[i] * f_i
+            g += weights[i] * g_i
     return f, g, p_s, p_t
 
 
@@ -236,7 +259,18 @@ def skip_row(
 
 
 @triton.jit
+def store_clipped(clip_ptr, stride, row, capped, whole, kept):
+    """Store the last two `TokenStats` of one row: whether the token is capped, and the share that the caps take.
+
+    whole, kept: the divergences without and with caps.
+    """
+    tl.store(clip_ptr + row, capped)
+    # an infinite divergence gives 1, and one of 0 gives 0
+    tl.store(clip_ptr + stride + row, clamp_at_zero(tl.where(whole > 0.0, 1.0 - kept / whole, 0.0)))
+
+
+@triton.jit
 def store_stats(stats_ptr, stats_stride, row, figures):
-    """Store the seven `TokenStats` of one row."""
+    """Store the first seven `TokenStats` of one row."""
     for i in tl.static_range(7):
         tl.store(stats_ptr + i * stats_stride + row, figures[i])

@@ -2,7 +2,8 @@
 
 A small kernel reduces the tiles' shifts and totals to the normalisers of a row. Then one program a row sweeps its
 columns: with `l = log p` and `p = exp(l)` of both models per element, the table in divergence.py gives `f` and `g`.
-Divergences whose `sum(g)` is not known beforehand (all but forward KL) take one more sweep first.
+Divergences whose `sum(g)` is not known beforehand (all but forward KL, and that with a cap on entries) take one more
+sweep first, which also finds the tokens beyond their cap.
 
 Bytes a row, 16-bit logits: 4 V read and 2 V written; twice the reads with the extra sweep.
 """
@@ -28,9 +29,11 @@ from distill_kernels.losses.row_functions import (
     raw_logit_gradient,
     reduce_by_8,
     skip_row,
+    store_clipped,
     store_stats,
     to_int32,
     weighted_divergences,
+    zero_row,
 )
 from distill_kernels.losses.terms import Objective
 
@@ -48,6 +51,7 @@ def _row_normalisers_kernel(
     tiles,
     norms_stride,
     inverse_t,
+    teacher_inverse_t,
     TEMPERED: tl.constexpr,
     HARD: tl.constexpr,
     HAS_TEACHER: tl.constexpr,
@@ -56,7 +60,8 @@ def _row_normalisers_kernel(
 ):
     """Store one row's normalisers over this rank's columns, for the ranks to combine.
 
-    They are the maximum and the log sums of exponentials at T and at 1, of the student and then of the teacher.
+    They are the maximum and the log sums of exponentials at T and at 1, of the student and then of the teacher, whose T
+    is another where `teacher_inverse_t` is not None.
     """
     # A program a row. Shifts and totals are [n, tiles]: a row's lie side by side, TILES of them read at once.
     start = tl.program_id(0).to(tl.int64) * tiles
@@ -72,6 +77,8 @@ def _row_normalisers_kernel(
     if TEMPERED and (HARD or STATS):
         _, lse1_s = normaliser(student_shift + start, student_hard + start, tiles, 1.0, TILES)
     if HAS_TEACHER:
+        if teacher_inverse_t is not None:
+            inverse_t = teacher_inverse_t
         teacher_max, lse_t = normaliser(teacher_shift + start, teacher_total + start, tiles, inverse_t, TILES)
         lse1_t = lse_t
         if TEMPERED and STATS:
@@ -91,34 +98,43 @@ def _gradient_sums(
     V,
     tiles,
     inverse_t,
+    teacher_inverse_t,
     weights,
     parameters,
+    entry_caps,
     KINDS: tl.constexpr,
     EXACT_WHEN_CONFIDENT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONLY: tl.constexpr = -1,
 ):
-    """Return a row's sum of g, and with EXACT_WHEN_CONFIDENT those of g and p_s without a token of p_s > 1/2."""
+    """Return a row's sum of g, with EXACT_WHEN_CONFIDENT those of g and p_s without a token of p_s > 1/2, and of f.
+
+    ONLY: the one term whose sums these are; -1 for all, without the sum of f.
+    """
     # Partial sums stay spread over [BLOCK, TILE / 8] lanes and are folded once at the end: a reduction to a scalar in
     # every step would make all warps wait for each other.
     g_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     g_without_top_sum = g_sum
     others_p = g_sum
+    f_sum = g_sum
     for block in range(tl.cdiv(tiles, BLOCK)):
         # A step is BLOCK tiles of TILE columns, [BLOCK, TILE]: the first axis picks the tile's shift, the flattened two
         # are the row's columns. In the last step tiles and columns beyond V load as -inf: p, f and g are 0 there.
         tile = block * BLOCK + tl.arange(0, BLOCK)
         columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         log_s = load_tiles(student[0], student[1], tile, columns, V, tiles) * inverse_t - lse_s
-        log_t = load_tiles(teacher[0], teacher[1], tile, columns, V, tiles) * inverse_t - lse_t
-        _, g, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+        log_t = load_tiles(teacher[0], teacher[1], tile, columns, V, tiles) * teacher_inverse_t - lse_t
+        f, g, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS, entry_caps, None, ONLY)
+        if ONLY >= 0:
+            f_sum += reduce_by_8(f)
         g_sum += reduce_by_8(g)
         # Where one token holds more than half of p_s, g - p_s sum(g) cancels for it: its gradient is then computed from
         # the other tokens' sums (logit_gradient in row_functions.py).
         if EXACT_WHEN_CONFIDENT:
             g_without_top_sum += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
             others_p += reduce_by_8(tl.where(p_s > 0.5, 0.0, p_s))
-    return tl.sum(g_sum), tl.sum(g_without_top_sum), tl.sum(others_p)
+    return tl.sum(g_sum), tl.sum(g_without_top_sum), tl.sum(others_p), tl.sum(f_sum)
 
 
 @triton.jit
@@ -129,11 +145,15 @@ def _row_kernel(
     tokens,
     outputs,
     norms_and_sums,
+    clip_ptr,
     sizes,
     strides,
     inverse_t,
+    teacher_inverse_t,
     weights,
     parameters,
+    token_caps,
+    entry_caps,
     stats_weights,
     hard,
     transform,
@@ -162,7 +182,9 @@ def _row_kernel(
 
     student, teacher: relative logits [n, V] and their tiles' shifts. tokens: labels, row scales, indices of the rows.
     outputs: losses [N], statistics [7, N]. norms_and_sums: fp32 [6, n] of `row_normalisers`, fp32 [3, n] or None.
-    weights, parameters, stats_weights: by term of KINDS. hard: weight, label smoothing, z-loss. owns_row_terms: 1 or 0.
+    weights, parameters, stats_weights: by term of KINDS, as token_caps and entry_caps, or None; token_caps need all
+    columns here. clip_ptr: the two statistics of caps [2, N], or None. hard: weight, label smoothing, z-loss.
+    owns_row_terms: 1 or 0.
     """
     student_ptr, student_shift_ptr = student
     teacher_ptr, teacher_shift_ptr = teacher
@@ -197,24 +219,63 @@ def _row_kernel(
     lse1_t = tl.load(norms_ptr + 5 * norms_stride + chunk_row)
     student_shift_ptr += chunk_row * tiles
     teacher_shift_ptr += chunk_row * tiles
+    if teacher_inverse_t is None:
+        teacher_inverse_t = inverse_t
     sums = 0.0, 0.0, 0.0
+    # Terms whose value for this token is beyond their cap, a bit each; the caps of these, weighted, together.
+    capped = None
+    at_caps = 0.0
     # First sweep, forwards: dL/dz = g - p_s sum(g) needs the whole row's sum before any element can be written.
     if SUM_PASS or (NEEDS_G_SUM and sums_ptr is None):
-        sums = _gradient_sums(
-            (student_ptr, student_shift_ptr),
-            (teacher_ptr, teacher_shift_ptr),
-            lse_s,
-            lse_t,
-            V,
-            tiles,
-            inverse_t,
-            weights,
-            parameters,
-            KINDS,
-            EXACT_WHEN_CONFIDENT,
-            TILE,
-            BLOCK,
-        )
+        if token_caps is None:
+            sums = _gradient_sums(
+                (student_ptr, student_shift_ptr),
+                (teacher_ptr, teacher_shift_ptr),
+                lse_s,
+                lse_t,
+                V,
+                tiles,
+                inverse_t,
+                teacher_inverse_t,
+                weights,
+                parameters,
+                entry_caps,
+                KINDS,
+                EXACT_WHEN_CONFIDENT,
+                TILE,
+                BLOCK,
+            )
+        else:
+            # Term by term, since each has a cap of its own and, beyond it, no part of the sums.
+            capped = tl.full((), 0, tl.int32)
+            for i in tl.static_range(len(KINDS)):
+                of_term = _gradient_sums(
+                    (student_ptr, student_shift_ptr),
+                    (teacher_ptr, teacher_shift_ptr),
+                    lse_s,
+                    lse_t,
+                    V,
+                    tiles,
+                    inverse_t,
+                    teacher_inverse_t,
+                    weights,
+                    parameters,
+                    entry_caps,
+                    KINDS,
+                    EXACT_WHEN_CONFIDENT,
+                    TILE,
+                    BLOCK,
+                    ONLY=i,
+                )
+                cap = weights[i] * token_caps[i]
+                beyond = of_term[3] > cap
+                capped |= tl.where(beyond, 1 << i, 0)
+                at_caps += tl.where(beyond, cap, 0.0)
+                sums = (
+                    sums[0] + tl.where(beyond, 0.0, of_term[0]),
+                    sums[1] + tl.where(beyond, 0.0, of_term[1]),
+                    of_term[2],  # of p_s: the same for every term
+                )
     if SUM_PASS:
         for i in tl.static_range(3):
             tl.store(sums_ptr + i * norms_stride + chunk_row, sums[i])
@@ -242,6 +303,7 @@ def _row_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     f_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     z_sum = f_sum
+    whole_f = f_sum
     stats_f = f_sum
     entropy_s = f_sum
     entropy_t = f_sum
@@ -260,13 +322,15 @@ def _row_kernel(
             z_t = load_tiles(teacher_ptr, teacher_shift_ptr, tile, columns, V, tiles)
         # The logits are relative to their tile's maximum plus that maximum (load_tiles): fp32 from here on.
         log_s = z_s * inverse_t - lse_s
-        log_t = z_t * inverse_t - lse_t
+        log_t = z_t * teacher_inverse_t - lse_t
         g = tl.zeros((BLOCK, TILE), tl.float32)
         p_s = g
         p_t = g
         if len(KINDS) > 0:
-            f, g, p_s, p_t = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+            f, g, p_s, p_t = weighted_divergences(log_s, log_t, weights, parameters, KINDS, entry_caps, capped)
             f_sum += reduce_by_8(f)
+            if clip_ptr is not None:
+                whole_f += reduce_by_8(weighted_divergences(log_s, log_t, stats_weights, parameters, KINDS)[0])
         # Hard labels and statistics are defined at T = 1, divergences at T.
         p1 = p_s  # the student at T = 1
         if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
@@ -305,7 +369,26 @@ def _row_kernel(
 
     # No divergence is negative; rounding may leave the sum of two nearly equal distributions just below 0.
     loss = clamp_at_zero(tl.sum(f_sum))
+    any_capped = 0.0
+    if token_caps is not None:
+        if NEEDS_G_SUM:
+            loss += at_caps
+            any_capped = tl.where(capped != 0, 1.0, 0.0)
+        else:
+            # One divergence alone, whose value is known only now: beyond the cap its gradient is taken back.
+            tl.static_assert(len(KINDS) == 1)
+            cap = weights[0] * token_caps[0]
+            any_capped = tl.where(loss > cap, 1.0, 0.0)
+            if GRADIENT:  # noqa: SIM102 - known when compiled, unlike the next condition
+                if loss > cap:
+                    tl.debug_barrier()  # other threads stored what these zeros replace
+                    zero_row(gradient_ptr, V, blocks, tl.arange(0, TILE)[None, :], BLOCK)
+            loss = tl.where(loss > cap, cap, loss)
     divergence = loss
+    if clip_ptr is not None:
+        whole = clamp_at_zero(tl.sum(whole_f))
+        store_clipped(clip_ptr, stats_stride, row, any_capped, whole, loss * (stats_weights[0] / weights[0]))
+        divergence = whole
     if TEMPERED:
         divergence = clamp_at_zero(tl.sum(stats_f))
     if HARD:
@@ -325,13 +408,20 @@ def _row_kernel(
         )
 
 
-def row_normalisers(student: ChunkLogits, other: ChunkLogits, temperature: float, **flags: bool) -> torch.Tensor:
+def row_normalisers(
+    student: ChunkLogits,
+    other: ChunkLogits,
+    inverse_t: float,
+    teacher_inverse_t: float | None = None,
+    **flags: bool,
+) -> torch.Tensor:
     """Return the normalisers of both models' rows, fp32 [6, n].
 
     Args:
         student: relative logits, [n, V].
         other: the teacher's, or the student's again where there is none.
-        temperature: T of the divergences.
+        inverse_t: 1 / T of the divergences.
+        teacher_inverse_t: that of the teacher, if it is another.
         flags: constants of the kernel: TEMPERED, HARD, HAS_TEACHER, STATS.
     """
     n, vocab = student.values.shape
@@ -343,7 +433,8 @@ def row_normalisers(student: ChunkLogits, other: ChunkLogits, temperature: float
         log_normalisers,
         tiles,
         log_normalisers.stride(0),
-        1.0 / temperature,
+        inverse_t,
+        teacher_inverse_t,
         **flags,
         TILES=next_power_of_2(tiles),
         # one warp: some hundred numbers a row, and no exchange between warps
@@ -368,19 +459,19 @@ def launch_row_loss(
         return call.loss.new_empty(0)
     other = student if teacher is None else teacher
     flags = {
-        "TEMPERED": objective.temperature != 1.0,
+        "TEMPERED": objective.tempered,
         "HARD": objective.hard_weight != 0.0,
         "HAS_TEACHER": teacher is not None,
         "STATS": call.stats is not None,
     }
-    log_normalisers = row_normalisers(student, other, objective.temperature, **flags)
+    log_normalisers = row_normalisers(student, other, *objective.inverse_temperatures, **flags)
     # Without a gradient nothing is stored, and the kernel gets any valid pointer.
     out = student.values if call.gradient is None else call.gradient
-    subtract_sum = call.gradient is not None and objective.subtract_sum
+    sum_first = objective.needs_sums(with_gradient=call.gradient is not None)
     # With two sweeps, wide steps (32 tiles, 32 warps) leave one row at a time on a multiprocessor, so that more of
     # each row is still in L2 when the second sweep comes. A single sweep finds nothing there and takes narrow ones.
     most = TWO_SWEEPS if call.stats is None else TWO_SWEEPS // 2  # whose sums take registers
-    block = min(most, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if subtract_sum else ONE_SWEEP
+    block = min(most, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if sum_first else ONE_SWEEP
     _row_kernel[(n,)](
         tuple(student[:2]),
         tuple(other[:2]),
@@ -388,6 +479,7 @@ def launch_row_loss(
         call.tokens,
         call.outputs,
         (log_normalisers, None),
+        call.clip,
         (vocab, vocab, cdiv(vocab, TILE)),
         (
             student.values.stride(0),
@@ -396,9 +488,10 @@ def launch_row_loss(
             call.stats_stride,
             log_normalisers.stride(0),
         ),
-        1.0 / objective.temperature,
+        *objective.inverse_temperatures,
         objective.weights,
         objective.parameters,
+        *objective.caps,
         objective.divergence_weights,
         (objective.hard_weight, objective.label_smoothing, objective.z_loss),
         objective.transform,
@@ -406,7 +499,7 @@ def launch_row_loss(
         KINDS=objective.codes,
         EXACT_WHEN_CONFIDENT=objective.stable_top,
         GRADIENT=call.gradient is not None,
-        NEEDS_G_SUM=subtract_sum,
+        NEEDS_G_SUM=sum_first,
         SUM_PASS=False,
         TILE=TILE,
         BLOCK=block,

@@ -12,7 +12,7 @@ from distill_kernels.losses.arguments import MAX_TOP_K, Lora, check_top_k, check
 from distill_kernels.losses.modules import FusedDistillationLoss
 from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import fused_loss
-from distill_kernels.losses.terms import LossTerm, TokenStats
+from distill_kernels.losses.terms import Clip, LossTerm, Temperatures, TokenStats
 from distill_kernels.losses.topk_reference import TAILS, StudentTopK, TopK
 
 
@@ -39,12 +39,14 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         direction: "forward", KL(p_t || p_s), or "reverse". Reverse KL in the bucket is inf where the teacher's
             log-probabilities add up to 1 and the student's do not.
         tail: "bucket", "renormalize" or "sampled".
-        temperature: softmax temperature T > 0 of the divergence.
+        temperature: softmax temperature T > 0 of the divergence, or `Temperatures(teacher, student)`.
         scale_by_temperature_squared: multiply the divergence by T^2.
         divergence_weight: factor of the divergence.
         ce_weight: weight of the hard-label term at T = 1; above 0, labels are needed.
-        teacher_temperature: temperature of the teacher's log-probabilities; None: T. Only `renormalize` can convert
-            from one to the other: the tail's mass at another temperature does not follow from K tokens.
+        teacher_temperature: temperature of the teacher's log-probabilities; None: that of the loss. Only `renormalize`
+            can convert from one to the other: the tail's mass at another temperature does not follow from K tokens.
+        clip: caps of the divergence, or None. Each outcome is an entry, the bucket too. Sampled weights have no cap of
+            entries: the value with caps is not what the sample's would be on average.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
 
@@ -56,30 +58,36 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         self,
         direction: str = "forward",
         tail: str = "bucket",
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
         teacher_temperature: float | None = None,
+        clip: Clip | None = None,
         **settings: object,
     ) -> None:
         checked_direction(direction)
         expect(tail in TAILS, "tail", " or ".join(TAILS), repr(tail))
         if tail == "sampled" and direction != "forward":
             raise ValueError("direction: expected forward, since sampled weights say nothing of log p_t, got 'reverse'")
+        if tail == "sampled" and clip is not None and clip.entry is not None:
+            raise ValueError(f"clip.entry: expected None with tail sampled, whose weights are noisy, got {clip.entry}")
         super().__init__(
-            [LossTerm(f"{direction}_kl", divergence_weight), LossTerm("cross_entropy", ce_weight)],
+            [LossTerm(f"{direction}_kl", divergence_weight, clip=clip), LossTerm("cross_entropy", ce_weight)],
             temperature,
             scale_by_temperature_squared,
             **settings,  # type: ignore[arg-type]
         )
         # Scaled logarithms are normalised again over the K. The mass outside cannot be converted, so other tails
         # refuse.
-        given = temperature if teacher_temperature is None else float(teacher_temperature)
-        if not given > 0 or (tail != "renormalize" and given != temperature):
-            expected = "a number above 0" if tail == "renormalize" else f"the loss's temperature {temperature:g}"
+        expected_temperature = self.objective.teacher_temperature
+        given = expected_temperature if teacher_temperature is None else float(teacher_temperature)
+        if not given > 0 or (tail != "renormalize" and given != expected_temperature):
+            expected = (
+                "a number above 0" if tail == "renormalize" else f"the loss's temperature {expected_temperature:g}"
+            )
             raise ValueError(f"teacher_temperature: expected {expected}, got {teacher_temperature!r}")
-        self.teacher_factor = given / temperature
+        self.teacher_factor = given / expected_temperature
         self.tail = tail
 
     def forward(  # type: ignore[override]
@@ -155,7 +163,7 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
         direction: "reverse", KL(p_s || p_t), which is inf where one of the K has teacher probability 0; or "forward".
         tail: "bucket" or "renormalize". With 16-bit heads the teacher's probability outside of the K counts as at least
             1e-6, what sums of K probabilities resolve.
-        temperature, scale_by_temperature_squared, divergence_weight, ce_weight: see `FusedTopKKLLoss`.
+        temperature, scale_by_temperature_squared, divergence_weight, ce_weight, clip: see `FusedTopKKLLoss`.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
 
@@ -168,17 +176,18 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
         k: int = 64,
         direction: str = "reverse",
         tail: str = "bucket",
-        temperature: float = 1.0,
+        temperature: float | Temperatures = 1.0,
         scale_by_temperature_squared: bool = True,
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
+        clip: Clip | None = None,
         **settings: object,
     ) -> None:
         checked_direction(direction)
         expect(tail in TAILS[:2], "tail", " or ".join(TAILS[:2]), repr(tail))
         expect(1 <= k <= MAX_TOP_K, "k", f"1 to {MAX_TOP_K}", k)
         super().__init__(
-            [LossTerm(f"{direction}_kl", divergence_weight), LossTerm("cross_entropy", ce_weight)],
+            [LossTerm(f"{direction}_kl", divergence_weight, clip=clip), LossTerm("cross_entropy", ce_weight)],
             temperature,
             scale_by_temperature_squared,
             **settings,  # type: ignore[arg-type]

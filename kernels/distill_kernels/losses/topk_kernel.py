@@ -23,6 +23,7 @@ from distill_kernels.losses.row_functions import (
     logit_at,
     raw_logit_gradient,
     skip_row,
+    store_clipped,
     store_stats,
     to_int32,
     weighted_divergences,
@@ -44,11 +45,14 @@ def _top_k_kernel(
     tokens,
     outputs,
     joint,
+    clip_ptr,
     sizes,
     strides,
     inverse_t,
     weights,
     parameters,
+    token_caps,
+    entry_caps,
     stats_factor,
     hard,
     transform,
@@ -72,7 +76,8 @@ def _top_k_kernel(
 ):
     """Compute one row over this rank's V columns from `start` on, given the values joined over ranks (`JoinedTopK`).
 
-    Loss and statistics are these columns' parts; terms of the row as a whole are added where `OWNS_ROW_TERMS`.
+    Loss and statistics are these columns' parts; terms of the row as a whole are added where `OWNS_ROW_TERMS`. Each
+    outcome, the bucket too, is an entry of `entry_caps`; sampled weights have none.
     """
     values_ptr, shift_ptr = student
     ids_ptr, given_ptr, rest_ptr = teacher
@@ -167,7 +172,9 @@ def _top_k_kernel(
             # Unused lanes hold -inf on both sides: w and p are 0 there, and the where keeps 0 times NaN out of the sum.
             log_s = z_top * inverse_t - lse
             f = tl.where(w > 0.0, w * (given - log_s), 0.0)
+            tl.static_assert(entry_caps is None)
             loss = weights[0] * clamp_at_zero(tl.sum(f, 0) + (1.0 - total))
+            whole = loss
             slope = weights[0] * inverse_t * (total * tl.exp(log_s) - w)
             # Every token has the slope's first part, W p_s(v): the sweep stores it for all, the scatter replaces that
             # of the K.
@@ -196,16 +203,32 @@ def _top_k_kernel(
             if not BUCKET:
                 peak = tl.max(log_t, 0)
                 log_t -= peak + tl.log(tl.sum(tl.exp(log_t - peak), 0))
-            f, g_top, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+            f, g_top, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS, entry_caps)
             loss = clamp_at_zero(tl.sum(f, 0))
-            if REVERSE:
+            if REVERSE and entry_caps is None:
                 loss = tl.where(impossible, float("inf"), loss)
+            whole = loss
+            if entry_caps is not None and clip_ptr is not None:
+                whole = weighted_divergences(log_s, log_t, weights, parameters, KINDS)[0]
+                whole = clamp_at_zero(tl.sum(whole, 0))
+                if REVERSE:
+                    whole = tl.where(impossible, float("inf"), whole)
             # softmax over the K + 1 outcomes: the same g - p sum(g) as for full rows
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 # Each other token gets the bucket's gradient times its share of the bucket, exp(z / T - base).
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
                 base = tl.where(base == -float("inf"), 0.0, base)  # no other token has a probability, and each gets 0
+        any_capped = 0.0
+        if token_caps is not None:
+            tl.static_assert(len(KINDS) == 1)
+            cap = weights[0] * token_caps[0]
+            any_capped = tl.where(loss > cap, 1.0, 0.0)
+            slope = tl.where(loss > cap, 0.0, slope)
+            others = tl.where(loss > cap, 0.0, others)
+            loss = tl.where(loss > cap, cap, loss)
+        if clip_ptr is not None:
+            store_clipped(clip_ptr, stats_stride, row, any_capped, whole, loss)
 
     if GRADIENT:
         # Backwards: statistics' sweep left the row's end in L2.
@@ -240,6 +263,8 @@ def _top_k_kernel(
         loss = 0.0
         row_lse = 0.0
     divergence = loss * stats_factor
+    if clip_ptr is not None:
+        divergence = whole * stats_factor
     if HARD:
         loss += hard_loss(at_label, z_total, lse1, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
     tl.store(loss_ptr + row, loss * scale)
@@ -292,6 +317,7 @@ def launch_top_k_row_loss(
         call.tokens,
         call.outputs,
         tuple(joint),
+        call.clip,
         (vocab, tiles, k),
         (
             student.values.stride(0),
@@ -304,6 +330,7 @@ def launch_top_k_row_loss(
         1.0 / objective.temperature,
         objective.weights,
         objective.parameters,
+        *objective.caps,
         objective.divergence_weights[0] / objective.weights[0] if objective.kinds else 0.0,
         (objective.hard_weight, objective.label_smoothing, objective.z_loss),
         objective.transform,

@@ -23,19 +23,22 @@ Source of the sampled interpretation: Anshumann et al. 2025 (Sparse Logit Sampli
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from distill_kernels.losses.divergence import (
+    ClippedValue,
     RowRequest,
     RowResult,
+    cap_entries,
     log_softmax,
     reference_rows,
     reference_terms,
     transform_logits,
 )
-from distill_kernels.losses.terms import Objective
+from distill_kernels.losses.terms import Objective, TokenStats
 
 TAILS = ("bucket", "renormalize", "sampled")
 IMPOSSIBLE = -1e30  # stands for log 0 of a token that is one of the K: its products are no NaN
@@ -46,7 +49,7 @@ class TopK(NamedTuple):
 
     Attributes:
         ids: integers [N, K], distinct within a row, below the number of columns that count.
-        logprobs: floating [N, K], natural logarithms, at the loss's temperature.
+        logprobs: floating [N, K], natural logarithms, at the teacher's temperature of the loss.
         tail: treatment of all other tokens, one of `TAILS`.
         rest: floating [N], log-probability of all other tokens together; None: what the K lack of 1.
     """
@@ -128,7 +131,7 @@ def outcome_log_probs(
     Args:
         scaled: student logits over T, [n, V].
         columns_of_k: columns of the K tokens, int64 [n, K].
-        given: the teacher's log-probabilities, [n, K], at temperature T.
+        given: the teacher's log-probabilities, [n, K], at its temperature.
         top: whose they are: the tail, and the other tokens' log-probability if known.
 
     Returns:
@@ -160,21 +163,37 @@ def _over_outcomes(
     objective: Objective,
     top: TopK,
     with_gradient: bool,
+    clipped: ClippedValue,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return divergences over the outcomes, [n], and their gradient for the scaled logits, [n, V]."""
+    """Return divergences over the outcomes, [n], and their gradient for the scaled logits, [n, V].
+
+    `clipped` gets the divergences with and without caps. An outcome, the bucket's too, is one entry.
+    """
     log_s, log_t, rest = outcome_log_probs(scaled, columns_of_k, given, top)
     p_s = log_s.exp()
     p_t = log_t.exp()
     loss = scaled.new_zeros(scaled.shape[0])
     slope = torch.zeros_like(log_s)
-    for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
+    impossible = (torch.cat([given, log_t[:, given.shape[1] :]], -1) == IMPOSSIBLE).any(-1)
+    for kind, weight, parameter, token_cap, entry_cap in objective.divergences:
         f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
-        loss += weight * f.sum(-1).clamp_min(0)
+        whole = f.sum(-1).clamp_min(0)
+        if kind == "reverse_kl":
+            whole = torch.where(impossible, torch.inf, whole)
+        value = whole
+        if entry_cap < math.inf:
+            f, g = cap_entries(f, g, entry_cap)
+            value = f.sum(-1).clamp_min(0)
+        if token_cap < math.inf:
+            capped = value > token_cap
+            value = torch.where(capped, token_cap, value)
+            g = torch.where(capped[:, None], 0.0, g)
+            clipped.add(weight, whole, value, capped)
+        elif objective.clips:
+            clipped.add(weight, whole, value, torch.zeros_like(clipped.capped))
+        loss += weight * value
         # The softmax over the outcomes, differentiated: as for a whole row, with K + 1 columns.
         slope += weight * (g - p_s * g.sum(-1, keepdim=True))
-    if "reverse_kl" in objective.kinds:
-        impossible = torch.cat([given, log_t[:, given.shape[1] :]], -1) == IMPOSSIBLE
-        loss = torch.where(impossible.any(-1), torch.inf, loss)
     if not with_gradient:
         return loss, None
     k = given.shape[1]
@@ -184,19 +203,35 @@ def _over_outcomes(
 
 
 def _over_samples(
-    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, objective: Objective, with_gradient: bool
+    scaled: torch.Tensor,
+    columns_of_k: TopKColumns,
+    given: torch.Tensor,
+    objective: Objective,
+    with_gradient: bool,
+    clipped: ClippedValue,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the forward KL from sampled weights, [n], and its gradient for the scaled logits, [n, V]."""
+    """Return the forward KL from sampled weights, [n], and its gradient for the scaled logits, [n, V].
+
+    `clipped` gets the divergence with and without the cap of tokens; there is none of entries.
+    """
     (weight,) = objective.weights
     log_p = log_softmax(scaled)
     w = given.exp()
     total = w.sum(-1, keepdim=True)
     # Unused entries have weight 0 and a logarithm of -inf, whose product would be NaN.
     f = torch.where(w > 0, w * (given - columns_of_k.gather(log_p)), 0.0)
-    loss = weight * (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
+    value = (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
+    capped = torch.zeros_like(clipped.capped)
+    if objective.token_caps:
+        (cap,) = objective.token_caps
+        capped = value > cap
+        clipped.add(weight, value, torch.where(capped, cap, value), capped)
+        value = torch.where(capped, cap, value)
+    loss = weight * value
     if not with_gradient:
         return loss, None
-    return loss, columns_of_k.add_(log_p.exp().mul_(total), -w).mul_(weight)
+    gradient = columns_of_k.add_(log_p.exp().mul_(total), -w).mul_(weight)
+    return loss, gradient.masked_fill_(capped[:, None], 0.0) if objective.token_caps else gradient
 
 
 def reference_top_k_rows(
@@ -209,13 +244,13 @@ def reference_top_k_rows(
 ) -> RowResult:
     """Return loss, gradient and statistics of rows whose teacher is K tokens each; `teacher_raw` is None.
 
-    Statistics: `divergence` is that of the loss (without the factor T^2), at the loss's temperature; `agreement` is 1
+    Statistics: `divergence` is that of the loss (without the factor T^2 and caps), at its temperature; `agreement` is 1
     where the most probable of the K tokens is the student's most probable and neither shares its place with another
     token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
     counted_rows = request.counted
-    hard = objective._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
+    hard = objective.unclipped._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
     # Hard labels alone, over all tokens; the soft part is added to their loss, gradient and statistics below.
     result = reference_rows(student_raw, None, hard, request)
     if not objective.kinds:
@@ -224,10 +259,11 @@ def reference_top_k_rows(
     columns_of_k = top_k_columns(top.ids, given, student_raw.shape[1])
     z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
     scaled = z / objective.temperature
+    clipped = ClippedValue(scaled.new_zeros(len(scaled)))
     if top.tail == "sampled":
-        soft, gradient = _over_samples(scaled, columns_of_k, given, objective, request.with_gradient)
+        soft, gradient = _over_samples(scaled, columns_of_k, given, objective, request.with_gradient, clipped)
     else:
-        soft, gradient = _over_outcomes(scaled, columns_of_k, given, objective, top, request.with_gradient)
+        soft, gradient = _over_outcomes(scaled, columns_of_k, given, objective, top, request.with_gradient, clipped)
     loss = result.loss + torch.where(counted_rows, soft * request.row_scale, 0.0)
     if gradient is not None:
         request.finish_gradient_(gradient, z, objective, objective.temperature)
@@ -235,13 +271,17 @@ def reference_top_k_rows(
             gradient.add_(result.gradient)
     stats = result.stats
     if stats is not None:
-        divergence = torch.where(counted_rows, soft * (objective.divergence_weights[0] / objective.weights[0]), 0.0)
+        whole = clipped.whole if objective.clips else soft
+        divergence = torch.where(counted_rows, whole * (objective.divergence_weights[0] / objective.weights[0]), 0.0)
         highest = z.amax(-1, keepdim=True)
         likeliest = given == given.amax(-1, keepdim=True)
         both = (columns_of_k.gather(z) == highest) & likeliest
         alone = ((z == highest).sum(-1) == 1) & (likeliest.sum(-1) == 1)
         agreement = (both.any(-1) & alone & counted_rows).float()
         stats = stats._replace(divergence=divergence.float(), agreement=agreement)
+        if objective.clips:
+            of_caps = (torch.where(counted_rows, each, 0.0).float() for each in clipped.statistics())
+            stats = TokenStats(*stats[:-2], *of_caps)
     return RowResult(loss, gradient, stats)
 
 
@@ -262,7 +302,7 @@ def reference_student_top_k_rows(
     z_teacher = transform_logits(teacher_raw, objective.teacher_scale, objective.teacher_softcap)
     # No gradient flows through the choice. At ties it may differ from the kernel's, which goes by position.
     ids = z.topk(student_top.k, sorted=False).indices
-    log_t = log_softmax(z_teacher / objective.temperature)
+    log_t = log_softmax(z_teacher / objective.teacher_temperature)
     # The clamp keeps an excluded token a token: -inf would mean an unused entry.
     rest = log_t.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_min(IMPOSSIBLE)
     top = TopK(ids, log_t.gather(-1, ids).clamp_min(IMPOSSIBLE), student_top.tail, rest)

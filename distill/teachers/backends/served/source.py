@@ -118,14 +118,14 @@ class ServerPlan(TeacherPlan):
             {
                 "k": section.top_k,
                 "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
-                "temperature": loss.temperature,
+                "temperature": loss.temperatures.teacher,
             }
         )
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         recipe = self.recipe
         if self.is_vllm:
-            if recipe.loss.temperature != 1.0 and self.section.top_k is not None:
+            if recipe.loss.temperatures.teacher != 1.0 and self.section.top_k is not None:
                 return ["loss.temperature: expected 1 with vLLM's top_k, which has no other probabilities"]
             # a document's last token is not sent where only states are read, which makes room for the generated one
             extra = int(self.section.folder is None)

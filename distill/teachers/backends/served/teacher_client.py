@@ -62,7 +62,7 @@ class TargetSpec(NamedTuple):
             hidden,
             dtype,
             default_tail(recipe.loss),
-            recipe.loss.temperature,
+            recipe.loss.temperatures.teacher,
             section.transfer_dtype,
             section.deterministic,
         )

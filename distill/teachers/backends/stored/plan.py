@@ -211,7 +211,7 @@ class StoredPlan(TeacherPlan):
             return self.inner.measure()
         settings = self.settings()
         kind = "hidden" if settings.hidden else "top_k"
-        temperature = self.recipe.loss.temperature
+        temperature = self.recipe.loss.temperatures.teacher
         return cache_measure({"kind": kind, "k": settings.k, "tail": settings.tail, "temperature": temperature})
 
     def copy_cached_state(self, other: TeacherPlan) -> None:
@@ -401,7 +401,7 @@ class StoredPlan(TeacherPlan):
             settings = settings._replace(dtype=settings.dtype or dtype)
             rows = len(head.weights.weight)
             columns = rows if settings.hidden else self._columns(vocabulary, rows)
-            content = hidden_content(settings, head, columns, self.recipe.loss.temperature)
+            content = hidden_content(settings, head, columns, self.recipe.loss.temperatures.teacher)
         student = self.recipe.student
         layers = None
         if student.is_cut:

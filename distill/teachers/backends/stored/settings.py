@@ -14,10 +14,12 @@ TAILS = ("bucket", "renormalize", "sampled")
 def default_tail(loss: Loss) -> str:
     """Return `sampled` for a loss of forward KL, whose gradient it estimates without bias; else `bucket`.
 
+    So too for caps on entries, which noisy weights of single tokens would reach by chance.
+
     On SmolLM2-135M with K = 64 the gradient's error was 4 % a position, unbiased, against 11 %, biased, of the bucket.
     """
     soft = {term.type for term in loss.terms if term.weight > 0 and term.type != "cross_entropy"}
-    return "sampled" if soft <= {"forward_kl"} else "bucket"
+    return "sampled" if soft <= {"forward_kl"} and not loss.clips_entries else "bucket"
 
 
 class CacheOptions(NamedTuple):
