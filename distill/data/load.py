@@ -514,4 +514,4 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     )
     held_out, rest = _hold_out(documents.origin, data.validation)
     key = cache_key(digest, rows, data.max_length)
-    return _pack(data, (documents, rest), (documents, held_out), report, seed, (key, data.validation))
+    return _pack(data, (documents, rest), (documents, held_out), report, seed, (key, data.validation), room=0)

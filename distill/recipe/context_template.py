@@ -77,13 +77,17 @@ def names_of(source: str) -> TemplateNames:
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """Return a template's text, without white space around it; empty where it writes what `variables` lack.
 
+    Args:
+        variables: Values by name; a column of the row that is None counts as absent.
+
     Raises:
         ValueError: The template failed.
     """
     from jinja2 import UndefinedError
 
+    row = {name: value for name, value in variables.get(ROW, {}).items() if value is not None}
     try:
-        return _compiled(source).render(variables).strip()
+        return _compiled(source).render({**variables, ROW: row}).strip()
     except UndefinedError:
         return ""
     except Exception as error:  # a template is a program, and may raise anything
@@ -100,7 +104,7 @@ def _environment() -> Any:
     from jinja2 import Undefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Lacking(Undefined):  # type: ignore[misc]
+    class Lacking(Undefined):
         """A value that is not there: false in a condition, and an error where it is written."""
 
         __str__ = Undefined._fail_with_undefined_error

@@ -70,11 +70,11 @@ class ContextTeacher(ReadingTeacher):
             return None
         place = context.place
         wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}.get(place, "{0}")
-        turns = []
+        turns: list[Prompt] = []
         for prompt in prompts:
             text = context_of_row(context, {}, str(prompt))
             system = [{"role": "system", "content": text}] if place == "system" and text else []
-            content = wrap.format(text, prompt) if text else prompt
+            content = wrap.format(text, prompt) if text else str(prompt)
             turns.append([*system, {"role": "user", "content": content}])
         return self.inner.respond(turns, settings)
 
