@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from two_ranks import run_as_two
 
+from distill.cli import run_command
 from distill.commands.arguments import plugin_override
 from distill.core.ranks import exit_process
 from distill.data.collator import Collator
@@ -23,7 +24,7 @@ from distill.generation.reward_rows import row_table_from_recipe
 from distill.generation.rewards import Rewards
 from distill.generation.rollout_contexts import RolloutContexts
 from distill.generation.sampling import Sampling
-from distill.recipe import Context, RecipeError, parse
+from distill.recipe import Context, RecipeError, dump, parse
 from distill.recipe.context_template import names_of, render
 from distill.recipe.loss import Loss
 from distill.run import run
@@ -303,6 +304,15 @@ def test_each_route_has_its_own_context(workplace):
     folder = run(recipe, name="routes", plugin=Path("mine.py")).folder
     shares = [row["rollout_context"] for row in read_metrics(folder / "metrics.jsonl") if "rollout_context" in row]
     assert len(shares) == 4 and any(shares)
+
+
+@pytest.mark.full
+def test_doctor_checks_such_a_recipe(workplace, capsys):
+    """With contexts that stand for those of rewarded responses, since it runs no code of the recipe."""
+    recipe = recipe_of()
+    (workplace / "r.yaml").write_text(dump(recipe))
+    assert run_command(["doctor", "r.yaml"]) == 0
+    assert "all passed" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ rows alone

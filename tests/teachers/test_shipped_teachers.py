@@ -123,13 +123,13 @@ def test_the_on_policy_recipe_continues_from_a_runs_student(here):
 
 
 def test_the_recipe_with_contexts_from_rollouts_runs(here):
-    (here / "sums.jsonl").write_text(
+    Path("sums.jsonl").write_text(
         "\n".join(
             json.dumps({"prompt": f"What is {n}?", "completion": f"It is {n}.", "solution": "-"}) for n in range(24)
         )
     )
     reward = "def right(prompt, answer, row):\n    return len(answer) % 2, f'{len(answer)} letters'\n"
-    (here / "mine.py").write_text(reward)
+    Path("mine.py").write_text(reward)
     settings = [setting for setting in SMALL if not setting.startswith(("data.source", "data.max_length", "train.b"))]
     settings += ["data.source=sums.jsonl", "data.max_length=256", "train.batch_size=4", "train.tokens_per_step=1024"]
     settings += ["student.model=teacher", "student.config=null", "train.steps=2"]

@@ -76,21 +76,33 @@ def run_contexts(recipe: Recipe, tokenizer: Any) -> dict[int | None, RunContext]
         tokenizer: Tokenizer of both models.
     """
     data = recipe.data
-    description = describe_teacher(recipe)
-    names = list(dict.fromkeys(description.routes))
+    names = list(dict.fromkeys(describe_teacher(recipe).routes))
     found: dict[int | None, RunContext] = {}
-    for number, section in enumerate(description.members.values()):
-        prompt = teacher_prompt(data, section)
-        if prompt is None or prompt.context is None or not prompt.context.of_the_run:
-            continue
-        route = description.routes[number] if names else None
+    for route, prompt in _prompts_from_run(recipe).items():
+        assert prompt.context is not None
         encoders = {
             source: _encoder(part, data, tokenizer, prompt)
             for source, part in enumerate(data.parts)
-            if route is None or part.teacher in (None, route)
+            if route is None or part.teacher in (None, names[route])
         }
-        key = None if route is None else names.index(route)
-        found[key] = RunContext(prompt.context, context_room(data, [prompt]), RolloutReader(encoders))
+        found[route] = RunContext(prompt.context, context_room(data, [prompt]), RolloutReader(encoders))
+    return found
+
+
+def routes_of_run_contexts(recipe: Recipe) -> tuple[int | None, ...]:
+    """Return the numbers of the routes whose teachers have such contexts; None stands for the only route."""
+    return tuple(_prompts_from_run(recipe))
+
+
+def _prompts_from_run(recipe: Recipe) -> dict[int | None, TeacherPrompt]:
+    """Return the prompts of the teachers whose context is made from the run, by the number of the route."""
+    description = describe_teacher(recipe)
+    names = list(dict.fromkeys(description.routes))
+    found: dict[int | None, TeacherPrompt] = {}
+    for number, section in enumerate(description.members.values()):
+        prompt = teacher_prompt(recipe.data, section)
+        if prompt is not None and prompt.context is not None and prompt.context.of_the_run:
+            found[names.index(description.routes[number]) if names else None] = prompt
     return found
 
 
