@@ -69,6 +69,7 @@ from distill.run_stages import run_stages
 from distill.teachers.load_context import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
+from distill.teachers.rows.context.rollouts import run_contexts
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import checkpoint_on_failure
 from distill.training.error_translation import translate_errors
@@ -438,6 +439,7 @@ class Run:
             sharded=prepared.context.placement.student_sharded,
             models=[model for _, model in pair.models()],
             readers=pair.vocabulary.answer_readers(),
+            contexts=run_contexts(recipe, pair.vocabulary.tokenizer),
             code=None if self.plugin is None else self.plugin.code,
             folder=self.run_lock.folder,
         )

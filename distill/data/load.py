@@ -124,11 +124,13 @@ def load_rows(
     *,
     seed: int,
     report_type: type[DataReport] = DataReport,
+    room: int = 0,
 ) -> Splits:
     """Load data by any encoder: rows hold its columns, and positions for each column of ids.
 
     Args:
         encoder_for: Function from a format and a source to its encoder.
+        room: Tokens that a rollout may have in a row beside those of its prompt and its response.
     """
 
     def read(part: DataPart, number: int) -> tuple[Documents, DataReport, str]:
@@ -196,7 +198,7 @@ def load_rows(
         trained.append((documents, rest))
         # the column `row` has the source's number, other sources decide what is held out
         settings = (f"{number}-" + "-".join([key, *keys[:number], *keys[number + 1 :], *set_keys]), sections[number])
-        parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
+        parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings, room))
     if twice:
         logger.warning("%s of the training data held out by another source: not trained on", plural(twice, "document"))
     held_out = (held_out if own else held_out[:1]) + [chosen for chosen, _, _ in sets.values()]
@@ -405,7 +407,13 @@ def _validation_part(data: Data) -> DataPart:
 
 
 def _pack(
-    data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, settings: tuple[str, Validation]
+    data: Data,
+    trained: Chosen,
+    held_out: Chosen,
+    report: DataReport,
+    seed: int,
+    settings: tuple[str, Validation],
+    room: int,
 ) -> Splits:
     if len(trained[1]) == 0:
         raise ValueError(
@@ -414,7 +422,7 @@ def _pack(
     key_of_source, section = settings
     decided = (key_of_source, data.packing, data.max_length, _selection(section))
     own = data.active_on_policy if data.packing else None
-    new = 0 if own is None else own.max_new_tokens
+    new = 0 if own is None else own.max_new_tokens + room
     whole = data.generates_every_turn
     # no value for what does not apply: keys of files that were written before these settings existed stay valid
     added: list[int | str] = [new] if new > 0 else []
@@ -506,4 +514,4 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     )
     held_out, rest = _hold_out(documents.origin, data.validation)
     key = cache_key(digest, rows, data.max_length)
-    return _pack(data, (documents, rest), (documents, held_out), report, seed, (key, data.validation))
+    return _pack(data, (documents, rest), (documents, held_out), report, seed, (key, data.validation), room=0)

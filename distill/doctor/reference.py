@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
@@ -203,7 +203,11 @@ class Reference:
         if self.teacher.rows.reading != "context":
             return same, detail
         prompt = self.teacher.prompt if isinstance(self.teacher, ContextTeacher) else None
-        fine, found = context_verdict(batch, private_context=prompt is None or prompt.context is not None)
+        expected: Literal["added", "other", "any"] = "added"
+        if prompt is not None:
+            own = prompt.context
+            expected = "other" if own is None else "added" if own.only_adds else "any"
+        fine, found = context_verdict(batch, expected)
         return (same, f"{detail}; {found}") if fine else (fine, found)
 
 
@@ -212,12 +216,13 @@ def largest_magnitude(values: Sequence[torch.Tensor]) -> float:
     return torch.stack(list(values)).abs().max().item()
 
 
-def context_verdict(batch: Batch, *, private_context: bool = True) -> tuple[bool, str]:
+def context_verdict(batch: Batch, expected: Literal["added", "other", "any"] = "added") -> tuple[bool, str]:
     """Compare the tokens of responses in both inputs, and find context that leaks into the student's prompt.
 
     Args:
-        private_context: Whether the teacher reads a context; else the chat template has other variables for it, and
-            either prompt may be the longer one.
+        expected: The teacher's prompts: `added`, the student's and a context that the student lacks; `other` than the
+            student's, of either length, where the chat template has other variables for it; `any`, the student's too,
+            where a context may be missing or takes the prompt's place.
     """
     more = 0
     for row in range(len(batch["labels"])):
@@ -234,8 +239,8 @@ def context_verdict(batch: Batch, *, private_context: bool = True) -> tuple[bool
             prompt = own[a : a + first]
             if other[d - len(answer) : d] != answer:
                 return False, "a response has other tokens in the teacher's input"
-            if not private_context:
-                if other[c : d - len(answer)] == prompt:
+            if expected != "added":
+                if expected == "other" and other[c : d - len(answer)] == prompt:
                     return False, "the teacher's prompt is the student's"
                 more += d - c - (b - a)
                 continue
@@ -246,7 +251,7 @@ def context_verdict(batch: Batch, *, private_context: bool = True) -> tuple[bool
             if leaked >= max(FEW, len(private) / 2):
                 return False, f"{leaked} tokens of the teacher's context are in the student's prompt"
             more += len(private)
-    if not private_context:
+    if expected != "added":
         return True, f"responses have the same tokens in both inputs; the teacher's prompts are {more:+,} tokens longer"
     return True, f"responses have the same tokens in both inputs; {more} tokens before them are context"
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import template_of
-from distill.doctor.rewards import substitute_rewards
+from distill.doctor.rewards import SubstituteContexts, substitute_rewards
 from distill.generation.decode_loop import EngineSettings
 from distill.generation.documents import Readers, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling, sampling_of
 from distill.recipe import Recipe
+from distill.teachers.rows.context.rollouts import routes_of_run_contexts
 
 MOST_NEW_TOKENS = 16
 
@@ -31,6 +32,7 @@ class StudentRollouts:
         sampling, seed, max_length, max_new_tokens, batch_size: See `OnPolicyRollouts`.
         pad, ends, vocab_size: See `EngineSettings`.
         reward_scale: `group` or `none` where the loss has a reward, which training runs replace; None without one.
+        context_routes: Routes whose teacher's context is made from the run, by number; None for the only teacher.
     """
 
     engine: str
@@ -44,6 +46,7 @@ class StudentRollouts:
     ends: tuple[int, ...]
     vocab_size: int | None
     reward_scale: str | None = None
+    context_routes: tuple[int | None, ...] = ()
 
     @staticmethod
     def of_recipe(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> StudentRollouts:
@@ -68,6 +71,7 @@ class StudentRollouts:
             tuple(settings.ends),
             vocab_size,
             None if recipe.loss.rewarded is None else recipe.loss.rewarded.reward_scale,
+            routes_of_run_contexts(recipe),
         )
 
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicyRollouts:
@@ -84,6 +88,7 @@ class StudentRollouts:
             max_length=self.max_length,
             batch_size=self.batch_size,
             log_probs=log_probs,
+            contexts=SubstituteContexts(self.context_routes, self.max_length) if self.context_routes else None,
         )
 
     def in_training(self, student: nn.Module) -> OnPolicyRollouts:

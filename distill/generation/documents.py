@@ -36,10 +36,11 @@ class RetokenizedResponse(NamedTuple):
 
 
 class RolloutScore(NamedTuple):
-    """Reward of a generated response, and its advantage within the responses to the same prompt."""
+    """Reward of a generated response, its advantage within the responses to the same prompt, and feedback on it."""
 
     reward: float
     advantage: float
+    feedback: str | None = None
 
 
 class ResponseRetokenizer(Protocol):
@@ -148,6 +149,7 @@ class RolloutDocument:
         sampled_log_p: Sequence[float] | None = None,
         score: RolloutScore | None = None,
         replies: Sequence[Sequence[int]] = (),
+        teacher_prompt: Sequence[int] | None = None,
     ) -> RolloutDocument:
         """Return the document with another response, which alone is trained on.
 
@@ -155,11 +157,14 @@ class RolloutDocument:
             sampled_log_p: log-probability of each token of `response` when it was sampled.
             score: reward and advantage of the response.
             replies: (start, stop) of the tokens in `response` that are not the student's.
+            teacher_prompt: the teacher's tokens before it, in place of those of the data.
         """
         other = self.teacher_ids
         if other is not None:
             assert not self.spans, "its response is read by another tokenizer: reread"
-            other = [*other[: len(other) - (len(self.ids) - len(prompt))], *response]
+            if teacher_prompt is None:
+                teacher_prompt = other[: len(other) - (len(self.ids) - len(prompt))]
+            other = [*teacher_prompt, *response]
         labels = [IGNORE_INDEX] * len(prompt) + list(response)
         for start, stop in replies:
             labels[len(prompt) + start : len(prompt) + stop] = [IGNORE_INDEX] * (stop - start)
@@ -345,7 +350,8 @@ def score_columns(rows: Sequence[Sequence[RolloutDocument]], shape: torch.Size) 
             end += len(document.ids)
             if document.score is not None:
                 own = slice(end - (len(document.ids) - document.rollout_start), end)
-                rewards[row, own], advantages[row, own] = document.score
+                rewards[row, own] = document.score.reward
+                advantages[row, own] = document.score.advantage
     return {"rewards": rewards, "advantages": advantages}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from distill.recipe import Recipe
+from distill.recipe.reward import reward_of
+from distill.recipe.teachers import written_teachers
 
 if TYPE_CHECKING:
     from distill.data.chat import ChatTemplate
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from distill.data.report import DataReport
     from distill.generation.documents import Readers
     from distill.generation.on_policy import OnPolicyRollouts
+    from distill.generation.rollout_contexts import RunContext
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
@@ -33,9 +36,12 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
 
 
 def rollout_columns(recipe: Recipe) -> Sequence[BatchColumns]:
-    """Return the columns of training batches that a recipe's reward function or environment needs."""
+    """Return the columns of training batches that a recipe's reward, environment, or context from the run needs."""
     section = recipe.data.active_on_policy
-    if section is None or (section.environment is None and recipe.loss.rewarded is None):
+    if section is None:
+        return ()
+    reads_run = any(own.context is not None and own.context.of_the_run for own in written_teachers(recipe))
+    if section.environment is None and reward_of(recipe.loss, section) is None and not reads_run:
         return ()
     from distill.data.source_rows import SourceRowColumn
 
@@ -54,6 +60,7 @@ def rollouts_from_recipe(
     sharded: bool = False,
     models: Sequence[nn.Module] = (),
     readers: Readers | None = None,
+    contexts: Mapping[int | None, RunContext] | None = None,
     code: bytes | None = None,
     folder: Path | None = None,
 ) -> OnPolicyRollouts | None:
@@ -67,6 +74,7 @@ def rollouts_from_recipe(
         sharded: The student will be sharded over the processes.
         models: Models that read rollouts: packed data become one row where attention of all allows it.
         readers: Readers of the vocabulary (`answer_readers`).
+        contexts: Contexts that are made from the run, by the number of the route.
         code: Content of the file of reward and environment, which `--plugin` has allowed.
         folder: Folder of the run, to which an environment's replies are written.
 
@@ -118,11 +126,18 @@ def rollouts_from_recipe(
         question = row_table_from_recipe(recipe, tokenizer, settings.ends).function_input
         environment = Environment(function, question, chat, section.max_turns, log)
     rewards = None
-    if recipe.loss.rewarded is not None:
+    if reward_of(recipe.loss, section) is not None:
         from distill.generation.reward_rows import rewards_from_recipe
 
         assert code is not None, "--plugin was checked"
         rewards = rewards_from_recipe(recipe, tokenizer, code, settings.ends)
+    from_run = None
+    if contexts:
+        from distill.generation.reward_rows import row_table_from_recipe
+        from distill.generation.rollout_contexts import RolloutContexts
+
+        question = row_table_from_recipe(recipe, tokenizer, settings.ends).function_input
+        from_run = RolloutContexts(contexts, question, recipe.data.max_length)
     return OnPolicyRollouts(
         engine,
         fraction=section.fraction,
@@ -141,4 +156,5 @@ def rollouts_from_recipe(
         readers=readers or {},
         environment=environment,
         rewards=rewards,
+        contexts=from_run,
     )

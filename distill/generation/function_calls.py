@@ -72,12 +72,12 @@ class UserFunction:
     Attributes:
         field: the recipe's field that names the function, as messages begin.
         limit: its field that gives the time limit.
-        returns: `number` or `messages`.
+        returns: a key of `function_worker.RETURNS`.
     """
 
     field: str
     limit: str
-    returns: Literal["number", "messages"]
+    returns: Literal["number", "reward", "messages"]
 
     def __init__(self, file: Path, code: bytes, name: str, timeout: float, workers: int | None = None) -> None:
         self.file = file
@@ -129,21 +129,39 @@ class UserFunction:
         return f"{self.field} {self.file}:{self.name}{f', {location}' if location else ''}"
 
 
+class Judgement(NamedTuple):
+    """What a reward function returns for a response: its reward, and feedback on it; None for none."""
+
+    reward: float
+    feedback: str | None = None
+
+
 class RewardFunction(UserFunction):
-    """A reward: the function is called as function(prompt, answer, row) and returns a finite number."""
+    """A reward: the function is called as function(prompt, answer, row) and returns a finite number, or the number and
+    a text.
+    """
 
     field = "loss.terms: reward"
     limit = "loss.terms reward_timeout"
-    returns = "number"
+    returns = "reward"
 
     def __call__(self, inputs: Sequence[FunctionInput]) -> list[float]:
         """Return the reward of each response.
 
         Raises:
-            ValueError: the function raised, hung, died, or returned something other than a finite number.
+            ValueError: as of `judge`.
         """
-        values = self.call([Call(each.location, [each.prompt, each.answer, each.row]) for each in inputs])
-        for each, value in zip(inputs, values, strict=True):
+        return [each.reward for each in self.judge(inputs)]
+
+    def judge(self, inputs: Sequence[FunctionInput]) -> list[Judgement]:
+        """Return the reward of each response and the feedback on it.
+
+        Raises:
+            ValueError: the function raised, hung, died, or returned something other than a finite number and a text.
+        """
+        calls = [Call(each.location, [each.prompt, each.answer, each.row]) for each in inputs]
+        found = [Judgement(*value) for value in self.call(calls)]
+        for each, (value, _) in zip(inputs, found, strict=True):
             if not math.isfinite(value):
                 self.close()
                 raise ValueError(f"{self.error_prefix(each.location)}: expected a finite number, got {value}")
@@ -153,7 +171,7 @@ class RewardFunction(UserFunction):
                     f"{self.error_prefix(each.location)}: expected a number from {-LARGEST_REWARD:g} to "
                     f"{LARGEST_REWARD:g}, got {value:g}"
                 )
-        return values
+        return found
 
 
 class _Worker:

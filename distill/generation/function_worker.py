@@ -1,6 +1,6 @@
 """Process that calls a user's function: `python function_worker.py`, with JSON lines as its protocol.
 
-The first line it reads names the file, its code, the function and what it returns (`number` or `messages`); it replies
+The first line it reads names the file, its code, the function and what it returns (a key of `RETURNS`); it replies
 `{"ready": true}`. Each later line holds the `arguments` of a call and its number, `call`; it replies `{"value": ...}`
 with the same number. Any failure is `{"error": text}`. Output of the function goes to standard error. It imports the
 standard library alone, and ends with its standard input, or with the process that started it, however that ends.
@@ -39,7 +39,7 @@ def main() -> None:
         return
     _leave_if_forked(own)
     _write_line(out, {"ready": True})
-    read = _messages if given["returns"] == "messages" else _number
+    read = RETURNS[given["returns"]]
     for line in lines:
         request = json.loads(line)
         try:
@@ -90,6 +90,28 @@ def _number(value: object) -> float:
     return float(value)
 
 
+def _reward(value: object) -> tuple[float, str | None]:
+    """Return a reward and the feedback on the response, None where the function returns the number alone."""
+    if not isinstance(value, tuple | list):
+        return _number(value), None
+    if len(value) != 2 or not isinstance(value[1], str | None):
+        raise TypeError("expected a number, or a number and a text")
+    feedback = value[1]
+    if feedback is not None:
+        _require_utf8([feedback])
+    return _number(value[0]), feedback
+
+
+def _require_utf8(texts: object) -> None:
+    try:
+        json.dumps(texts, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a pair of UTF-16, which no tokenizer takes
+        raise ValueError(f"expected texts that UTF-8 can hold, got {error.object[error.start]!r} in one") from None
+    size = len(json.dumps(texts))
+    if size > MAX_BYTES:
+        raise ValueError(f"expected messages or a text of at most {MAX_BYTES:,} bytes, got {size:,}")
+
+
 def _messages(value: object) -> list[dict[str, object]] | None:
     """Return messages as a list of dictionaries; None for None and for no messages."""
     if value is None or value == []:
@@ -104,14 +126,11 @@ def _messages(value: object) -> list[dict[str, object]] | None:
             raise ValueError(f"expected a message of a role other than assistant, got {role!r}")
         if not isinstance(content, str):
             raise TypeError(f"expected a text as content of a message, got {type(content).__name__}")
-    try:
-        json.dumps(messages, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a pair of UTF-16, which no tokenizer takes
-        raise ValueError(f"expected texts that UTF-8 can hold, got {error.object[error.start]!r} in one") from None
-    size = len(json.dumps(messages))
-    if size > MAX_BYTES:
-        raise ValueError(f"expected messages of at most {MAX_BYTES:,} bytes, got {size:,}")
+    _require_utf8(messages)
     return messages
+
+
+RETURNS: dict[str, Callable[[object], object]] = {"number": _number, "reward": _reward, "messages": _messages}
 
 
 def _error_text(error: BaseException, file: str) -> str:

@@ -45,6 +45,7 @@ from distill.generation.documents import (
 )
 from distill.generation.environment import Environment, Rollout
 from distill.generation.rewards import Rewards, RewardSums, reward_metrics
+from distill.generation.rollout_contexts import RolloutContexts, TeacherPrompt
 from distill.generation.rollout_steps import (
     Batches,
     Collated,
@@ -89,6 +90,7 @@ class OnPolicyRollouts:
         rewards: Rewards of the responses; the batches then have `rewards` and `advantages` [B, S]. None for no reward.
         environment: Replies to responses, so that rollouts have several turns; None for one response each.
         readers: Read responses by the teacher's tokenizer, where that is another one than the student's, by route.
+        contexts: Make the teacher's prompts from the responses; None where they are those of the data.
     """
 
     engine: DecodeEngine
@@ -108,6 +110,7 @@ class OnPolicyRollouts:
     rewards: Rewards | None = None
     environment: Environment | None = None
     readers: Readers = field(default_factory=dict)
+    contexts: RolloutContexts | None = None
     _sums: RolloutSums = field(init=False, default=RolloutSums())  # since the last `pop_metrics`
     # by step, the responses generated for it, by `_key_of` their documents
     _responses: dict[int, dict[str, GeneratedResponse]] = field(init=False, default_factory=dict)
@@ -266,10 +269,14 @@ class OnPolicyRollouts:
         rewards = RewardSums()
         if self.rewards is not None:
             scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
+        prompts: Sequence[TeacherPrompt | None] = [None] * len(scored)
+        if self.contexts is not None:
+            prompts = self.contexts.prompts(replaced, responses, scores, self._longest)
+        with_context = [prompt.ids for prompt in prompts if prompt is not None and prompt.has_context]
         # `plan.rows` takes the responses of its own documents from this, micro-batch after micro-batch
         new = iter(
-            self._with_response(document, response, score)
-            for document, response, score in zip(replaced, responses, scores, strict=True)
+            self._with_response(document, response, score, prompt)
+            for document, response, score, prompt in zip(replaced, responses, scores, prompts, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
@@ -292,17 +299,28 @@ class OnPolicyRollouts:
             seconds=sum(response.seconds for response in responses),
             lag=sum(step - response.step for response in responses),
             responses=sum(1 + len(response.replies) for response in responses),
+            context_rollouts=sum(prompt is not None for prompt in prompts),
+            contexts=len(with_context),
+            context_tokens=sum(len(ids) for ids in with_context if ids is not None),
             rewards=rewards,
         )
         return StepBatches(made, sums)
 
     def _with_response(
-        self, document: RolloutDocument, response: GeneratedResponse, score: RolloutScore | None
-    ) -> RolloutDocument:
+        self,
+        document: RolloutDocument,
+        response: GeneratedResponse,
+        score: RolloutScore | None,
+        prompt: TeacherPrompt | None,
+    ) -> RolloutDocument | None:
+        """Return the document with the response; None where the teacher has no prompt for it."""
         log_probs = response.log_probs if self.log_probs else None
         reader = self.readers.get(document.route)
+        if prompt is not None and prompt.ids is None:
+            return None
         if reader is None:
-            return document.with_response(document.prompt, response.tokens, log_probs, score, response.replies)
+            before = None if prompt is None else prompt.ids
+            return document.with_response(document.prompt, response.tokens, log_probs, score, response.replies, before)
         limit = document.prompt_length + self._limit(document)
         return document.with_retokenized_response(reader, response.tokens, limit, log_probs)
 
@@ -318,7 +336,8 @@ class OnPolicyRollouts:
                 tokens), rollout_truncated (fraction cut off at max_new_tokens), rollout_repeated (fraction that repeat
                 themselves), rollouts_left_out (documents that no longer fit); with `max_staleness` rollout_lag (mean,
                 optimizer steps); with `environment` rollout_turns (mean number of responses in a rollout); with
-                `rewards` those of `reward_metrics`.
+                `rewards` those of `reward_metrics`; with `contexts` rollout_context (fraction of the rollouts for
+                which there is one) and rollout_context_length (mean length of the teacher's prompts with it, tokens).
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums.flat(), 1.0], dtype=precision, device=device)
@@ -333,6 +352,9 @@ class OnPolicyRollouts:
             metrics["rollout_turns"] = sums.responses / count
         if self.rewards is not None:
             metrics |= reward_metrics(sums.rewards, sums.rollouts)
+        if self.contexts is not None:
+            metrics["rollout_context"] = sums.contexts / max(sums.context_rollouts, 1)
+            metrics["rollout_context_length"] = sums.context_tokens / max(sums.contexts, 1)
         return metrics | {
             "rollouts": sums.rollouts,
             "rollouts_per_second": sums.rollouts / max(sums.seconds / ranks, 1e-9),
@@ -369,7 +391,7 @@ class OnPolicyRollouts:
         staying = []
         for number in sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2)):
             own = documents[number]
-            length = own.prompt_length + self._limit(own) if replaced[number] else own.length
+            length = self._longest(own) if replaced[number] else own.length
             if length <= room[own.row] or own.row not in changing:
                 room[own.row] -= length
                 staying.append(number)
@@ -383,6 +405,11 @@ class OnPolicyRollouts:
 
     def _limit(self, document: RolloutDocument) -> int:
         return min(self.max_new_tokens, self.max_length - document.prompt_length)
+
+    def _longest(self, document: RolloutDocument) -> int:
+        """Return the maximum number of tokens of a document with its response, in the longer reading."""
+        room = 0 if self.contexts is None else self.contexts.room(document)
+        return min(document.prompt_length + self._limit(document) + room, self.max_length)
 
     def _is_replaced(self, document: RolloutDocument, step: int) -> bool:
         # a uniform number of 64 bits; the last argument tells this draw (0) from the seed (1) and the order (2)

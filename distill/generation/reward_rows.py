@@ -19,6 +19,7 @@ from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.rewards import Rewards
 from distill.generation.stopping import response_text
 from distill.recipe import Recipe
+from distill.recipe.reward import reward_of
 
 
 class TableSource(NamedTuple):
@@ -55,19 +56,19 @@ class RowTable:
 
 
 def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Collection[int]) -> Rewards | None:
-    """Return the rewards of a recipe's run, or None if its loss has none.
+    """Return the rewards of a recipe's run, or None if it has none.
 
     Args:
         recipe: the run's recipe, whose reward file `--plugin` has allowed.
         code: content of the file that the reward names.
         ends: tokens that end a response.
     """
-    term = recipe.loss.rewarded
-    if term is None:
+    settings = reward_of(recipe.loss, recipe.data.active_on_policy)
+    if settings is None:
         return None
-    file, _, name = (term.reward or "").rpartition(":")
-    function = RewardFunction(Path(file), code, name, term.reward_timeout)
-    return Rewards(function, row_table_from_recipe(recipe, tokenizer, ends).function_input, term.reward_scale)
+    function = RewardFunction(Path(settings.file), code, settings.name, settings.timeout)
+    function.field = settings.field
+    return Rewards(function.judge, row_table_from_recipe(recipe, tokenizer, ends).function_input, settings.scale)
 
 
 def row_table_from_recipe(recipe: Recipe, tokenizer: Any, ends: Collection[int]) -> RowTable:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distill.generation.documents import RolloutDocument, RolloutScore
-from distill.generation.function_calls import FunctionInput
+from distill.generation.function_calls import FunctionInput, Judgement
 
 EPSILON = 1e-4
 Responses = Sequence[tuple[RolloutDocument, Sequence[int]]]
@@ -37,14 +37,14 @@ class Rewards:
     """Rewards and advantages of responses by a reward function.
 
     Args:
-        function: returns a number for each response.
+        function: returns a number for each response, or a number with feedback.
         function_input: makes the function's input from a document and the tokens of a response to it.
         scale: `group` divides by the group's standard deviation, `none` does not.
     """
 
     def __init__(
         self,
-        function: Callable[[Sequence[FunctionInput]], list[float]],
+        function: Callable[[Sequence[FunctionInput]], Sequence[float | Judgement]],
         function_input: Callable[[RolloutDocument, Sequence[int]], FunctionInput],
         scale: str = "group",
     ) -> None:
@@ -69,14 +69,16 @@ class Rewards:
                 given = inputs[number].prompt
                 assert isinstance(given, list), "an environment needs chats"
                 inputs[number] = inputs[number]._replace(prompt=[*given, *messages])
-        values = self.function(inputs)
+        found = [each if isinstance(each, Judgement) else Judgement(each) for each in self.function(inputs)]
+        values = [each.reward for each in found]
         begins = [number for number, (document, _) in enumerate(responses) if document.sample == 0]
         groups = [values[begin:end] for begin, end in zip(begins, [*begins[1:], len(values)], strict=True)]
         spreads = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]
         flat = sum(max(group) == min(group) for group in groups)
         advantages = [a for group in groups for a in group_advantages(group, self.scale)]
         sums = RewardSums(sum(values), sum(spreads), float(len(groups)), float(flat))
-        return list(map(RolloutScore, values, advantages)), sums
+        scores = [RolloutScore(each.reward, a, each.feedback) for each, a in zip(found, advantages, strict=True)]
+        return scores, sums
 
 
 def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[float]:

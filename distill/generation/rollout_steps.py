@@ -44,10 +44,14 @@ class MicroBatchPlan(NamedTuple):
         return any(self.replaced) or self.left_out > 0
 
     def rows(self, responses: Any, max_length: int, one_row: bool) -> list[list[RolloutDocument]]:
-        """Return the documents, with `responses` for those to generate: in one row, or packed if they were before."""
-        documents = [
+        """Return the documents, with `responses` for those to generate: in one row, or packed if they were before.
+
+        A response that is left out is None.
+        """
+        found = [
             next(responses) if replaced else own for own, replaced in zip(self.documents, self.replaced, strict=True)
         ]
+        documents = [document for document in found if document is not None]
         if one_row:
             return [documents] if documents else []
         if self.limit is None:
@@ -85,6 +89,9 @@ class RolloutSums(NamedTuple):
         seconds: Time spent generating.
         lag: Optimizer steps between the weights that generated and those that are trained.
         responses: Responses in all rollouts, several in one with an environment.
+        context_rollouts: Rollouts whose teacher's context is made from the run.
+        contexts: Those of them for which there is one.
+        context_tokens: Tokens of the teacher's prompts with it.
         rewards: See `RewardSums`.
     """
 
@@ -96,6 +103,9 @@ class RolloutSums(NamedTuple):
     seconds: float = 0.0
     lag: float = 0.0
     responses: float = 0.0
+    context_rollouts: float = 0.0
+    contexts: float = 0.0
+    context_tokens: float = 0.0
     rewards: RewardSums = RewardSums()
 
     def flat(self) -> list[float]:

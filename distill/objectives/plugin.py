@@ -44,6 +44,7 @@ from distill.objectives.token_weights import TokenWeighting, WeightFunction, arr
 from distill.recipe.data import OnPolicy
 from distill.recipe.evaluation import Task
 from distill.recipe.loss import Loss, PluginTerm, TokenWeights
+from distill.recipe.reward import reward_of
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -197,7 +198,11 @@ def require_arrays(section: TokenWeights | None, function: WeightFunction, has_r
     """Raise ValueError where a function of token weights reads what the recipe's run does not have."""
     weighting = TokenWeighting(section, function)
     for names, is_there, needed in (
-        (("reward", "advantage"), has_rewards, "a policy_gradient term of weight above 0 with a reward (loss.terms)"),
+        (
+            ("reward", "advantage"),
+            has_rewards,
+            "a policy_gradient term of weight above 0 with a reward (loss.terms), or data.on_policy.reward",
+        ),
         (("sampled_log_p",), samples, "tokens that the student sampled (data.on_policy)"),
     ):
         missing = [name for name in names if name in weighting.names]
@@ -224,9 +229,10 @@ def allowed_plugin(
         ValueError: a recipe with code in it and no `--plugin`, another file, or a term that the file does not define.
     """
     named = []
-    rewarded = loss.rewarded
-    if rewarded is not None:
-        named.append((f"loss.terms: the reward {rewarded.reward}", rewarded.reward_file))
+    reward = reward_of(loss, on_policy)
+    if reward is not None:
+        where = "loss.terms: the reward" if loss.rewarded is not None else f"{reward.field}:"
+        named.append((f"{where} {reward.function}", reward.file))
     weights = loss.token_weights
     if weights is not None and weights.function is not None:
         named.append((f"loss.token_weights: {weights.function}", weights.function_file))
@@ -271,5 +277,5 @@ def allowed_plugin(
                 f"got {term.function!r}"
             )
     if plugin.token_weights is not None:
-        require_arrays(weights, plugin.token_weights, loss.rewarded is not None, on_policy is not None)
+        require_arrays(weights, plugin.token_weights, reward is not None, on_policy is not None)
     return plugin

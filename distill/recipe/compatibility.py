@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from distill.recipe.context_template import OF_THE_RUN, OTHERS
 from distill.recipe.layer_terms import LAYERED_NAMES
 from distill.recipe.loss import SEPARATE
+from distill.recipe.reward import reward_of
 from distill.recipe.teacher_config import LoadedTeacherConfig, StudentTeacherConfig, TeacherConfig
 from distill.recipe.teachers import (
     Sections,
@@ -118,7 +120,39 @@ def _contexts_of_a_route(recipe: Sections) -> str | None:
     return None
 
 
+def _contexts_read(recipe: Sections, *names: str) -> bool:
+    """Return whether the context of a teacher reads one of these names of a run's responses."""
+    contexts = [teacher.context for teacher in written_teachers(recipe) if teacher.context is not None]
+    return any(name in context.of_the_run for context in contexts for name in names)
+
+
+def _without_reward(recipe: Sections) -> str | None:
+    found = reward_of(recipe.loss, recipe.data.active_on_policy)
+    return "no data.on_policy.reward" if found is None else None
+
+
+def _without_feedback(recipe: Sections) -> str | None:
+    own = recipe.data.active_on_policy
+    return None if own is not None and own.environment is not None else _without_reward(recipe)
+
+
 PROPERTIES: dict[str, Property] = {
+    "rollouts": Property(
+        "student-generated responses, of which it is made",
+        _or_none(lambda recipe: recipe.data.active_on_policy is None, "no data.on_policy"),
+        "set data.on_policy, or give a template of the row's columns and the prompt",
+    ),
+    "several rollouts a prompt": Property(
+        "several responses to each prompt",
+        lambda recipe: None if recipe.data.samples > 1 else f"data.on_policy.samples: {recipe.data.samples}",
+        "set data.on_policy.samples to 2 or more",
+    ),
+    "rewards": Property("a reward of each response", _without_reward, "set data.on_policy.reward"),
+    "feedback": Property(
+        "feedback on each response",
+        _without_feedback,
+        "set data.on_policy.reward to a function that returns a number and a text, or data.on_policy.environment",
+    ),
     "prompts for the context": Property(
         "prompts", _context_without_prompts, "give chats, prompts with completions, or prompts alone"
     ),
@@ -341,6 +375,26 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "teacher.context",
         lambda recipe: any(teacher.context is not None for teacher in written_teachers(recipe)),
         ("prompts for the context", "one context a route"),
+    ),
+    Requirement(
+        f"teacher.context.template: {', '.join(OF_THE_RUN)}",
+        lambda recipe: _contexts_read(recipe, *OF_THE_RUN),
+        ("rollouts",),
+    ),
+    Requirement(
+        f"teacher.context.template: {', '.join(OTHERS)}",
+        lambda recipe: recipe.data.active_on_policy is not None and _contexts_read(recipe, *OTHERS),
+        ("several rollouts a prompt",),
+    ),
+    Requirement(
+        "teacher.context.template: best, failed, reward",
+        lambda recipe: recipe.data.active_on_policy is not None and _contexts_read(recipe, "best", "failed", "reward"),
+        ("rewards",),
+    ),
+    Requirement(
+        "teacher.context.template: feedback",
+        lambda recipe: recipe.data.active_on_policy is not None and _contexts_read(recipe, "feedback"),
+        ("feedback",),
     ),
     Requirement(
         "teacher.chat_template_kwargs",

@@ -128,6 +128,11 @@ class OnPolicy(Section):
             `--plugin FILE.py`. null for one response per rollout.
         environment_timeout: time limit of one call of the function, in seconds.
         max_turns: maximum number of responses in a rollout with an environment.
+        reward: `FILE.py:function`, called as function(prompt, answer, row) for each response, as the reward of
+            `loss.terms`: for a `teacher.context` and `loss.token_weights` that read rewards where no `policy_gradient`
+            term has one. It returns a finite number, or the number and a text, the feedback on the response. The run
+            needs `--plugin FILE.py`. null for none.
+        reward_timeout: time limit of one call of the reward function, in seconds.
         store_every: interval in steps at which a step's responses are written to the run's folder, one parquet file per
             step; 0 for never.
     """
@@ -147,6 +152,8 @@ class OnPolicy(Section):
     environment: Annotated[str, Field(pattern=FUNCTION)] | None = None
     environment_timeout: Annotated[float, Field(gt=0, le=86400)] = 10.0
     max_turns: Annotated[int, Field(ge=2, le=1024)] = 8
+    reward: Annotated[str, Field(pattern=FUNCTION)] | None = None
+    reward_timeout: Annotated[float, Field(gt=0, le=86400)] = 10.0
     store_every: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @property

@@ -158,7 +158,8 @@ class PolicyGradientTerm(Section):
         discount: with `policy_gradient`, discount factor of the teacher's advantage: each token's advantage also
             includes `discount` times that of the next token of the response.
         reward: with `policy_gradient`, `FILE.py:function`, called as function(prompt, answer, row) for each response;
-            it returns a finite number. The run needs `--plugin FILE.py`. null for the teacher's advantage alone.
+            it returns a finite number, or the number and a text, the feedback that a `teacher.context` may show. The
+            run needs `--plugin FILE.py`. null for the teacher's advantage alone.
         reward_scale: divisor of a reward's deviation from the group's mean: `group` for the group's standard deviation
             (of a sample, n - 1) plus 1e-4, `none` for 1.
         reward_timeout: time limit of one call of the reward function, in seconds.
@@ -182,10 +183,6 @@ class PolicyGradientTerm(Section):
         if self.teacher_weight == 0 and self.reward is None:
             raise ValueError("teacher_weight: expected a number above 0 without a reward, got 0")
         return self
-
-    @property
-    def reward_file(self) -> str:
-        return (self.reward or "").rpartition(":")[0]
 
 
 class TopKTerm(Section):

@@ -33,6 +33,7 @@ from distill.recipe.held_out_figures import figure_directions
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student
 from distill.recipe.renamed import rename_overrides, rename_settings
+from distill.recipe.reward import reward_of
 from distill.recipe.stages import Export, Stage
 from distill.recipe.teacher_config import (
     TEACHER,
@@ -108,7 +109,7 @@ class Recipe(Section):
         """Return whether a run calls functions of a file: loss terms, token weights, a reward, environment, checker."""
         answers = self.data.active_on_policy
         has_environment = answers is not None and answers.environment is not None
-        has_function = self.loss.rewarded is not None or self.loss.weighs_by_function
+        has_function = reward_of(self.loss, answers) is not None or self.loss.weighs_by_function
         has_checker = any(task.checker_file for task in self.eval.tasks)
         return self.loss.plugin is not None or has_function or has_environment or has_checker
 

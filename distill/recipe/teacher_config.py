@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 from pydantic.fields import FieldInfo
 
 from distill.core.errors import Missing, Section, expected_got
+from distill.recipe.context_template import names_of
 from distill.recipe.fields import PART, ROUTE, NotNegative, TemplateKwargs, Text, text_or_list
 from distill.recipe.models import EIGHT_BITS, ModelSection
 
@@ -33,6 +34,7 @@ LayerPart = Annotated[str, BeforeValidator(str), StringConstraints(pattern=PART)
 LayerParts = Annotated[list[LayerPart], AfterValidator(sort_parts)]
 PREFETCH = 2  # micro-batches requested ahead from a server, and
 TIMEOUT_S = 300.0  # seconds without a response from it: defaults, also of a server that a run starts itself
+UNCHANGED = (("syntax", "columns"), ("missing", "skip"))  # values of a context of before there were others
 STUDENTS_OWN = ("model", "config", "adapter", "revision")  # a teacher of `type: student` has those of the student
 
 
@@ -41,25 +43,66 @@ class Context(Section):
 
     Attributes:
         template: the text. `{column}` stands for the value of that column of the row, a text or a list of texts; the
-            student's prompts must not contain the values of these columns.
+            student's prompts must not contain the values of these columns. With `syntax: jinja`, a Jinja template.
+        syntax: `columns` for `{column}`; `jinja` for a Jinja template, which may read `row.COLUMN`, `prompt` (the
+            text of the student's last user message), `messages`, and of a student-generated response (`data.on_policy`)
+            the responses to the same prompt, `best`, `failed` and `rollouts` (`best.answer`, `.reward`, `.feedback`),
+            its own `reward`, and `feedback` on it.
         place: `system` adds it to the system message; `before` or `after` puts it before or after the user message
-            whose response is the first one trained on.
+            whose response is the first one trained on; `user` puts it in place of that message, and `prompt` in place
+            of all messages before that response.
+        missing: what becomes of a row or response for which there is no context, since it lacks what the template
+            writes: `skip` leaves it out of training, `plain` has the teacher read the student's prompt.
+        success: lowest reward of a successful response: `best` is the other one of the highest reward that reaches it,
+            `failed` the one of the lowest reward that does not.
+        room: maximum number of tokens by which the teacher's prompt may be longer for a student-generated response
+            than for the row alone; rows leave room for it, and a longer context counts as missing. null for twice
+            `data.on_policy.max_new_tokens`.
     """
 
     template: Text
-    place: Literal["system", "before", "after"] = "system"
+    syntax: Literal["columns", "jinja"] = "columns"
+    place: Literal["system", "before", "after", "user", "prompt"] = "system"
+    missing: Literal["skip", "plain"] = "skip"
+    success: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    room: Annotated[int, Field(ge=1, le=2**20)] | None = None
 
     @property
     def parts(self) -> list[tuple[str, str | None]]:
-        """The template as pieces of plain text, each with the column that follows it."""
+        """A template with `syntax: columns` as pieces of plain text, each with the column that follows it."""
         return [(text, column) for text, column, _, _ in Formatter().parse(self.template)]
 
     @property
     def columns(self) -> list[str]:
+        if self.syntax == "jinja":
+            return list(names_of(self.template).columns)
         return [column for _, column in self.parts if column is not None]
+
+    @property
+    def of_the_run(self) -> tuple[str, ...]:
+        """Names that the template reads of a run's responses; empty where it reads rows alone."""
+        return names_of(self.template).of_the_run if self.syntax == "jinja" else ()
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether every prompt of the teacher is the student's and a text beside it."""
+        return self.syntax == "columns" and self.place in ("system", "before", "after") and self.missing == "skip"
+
+    @property
+    def of_the_row(self) -> dict[str, object]:
+        """The settings that the teacher's reading of the data depends on."""
+        own = self.model_dump(exclude={"success", "room"})
+        # no value for what is as before these settings existed: token caches that were written then stay valid
+        return {name: value for name, value in own.items() if (name, value) not in UNCHANGED}
 
     @model_validator(mode="after")
     def _names_columns(self) -> Self:
+        if self.syntax == "jinja":
+            try:
+                names_of(self.template)
+            except ValueError as error:
+                raise ValueError(f"template: {error}") from None
+            return self
         try:
             named = all(self.columns)
         except ValueError as error:

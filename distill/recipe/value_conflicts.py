@@ -30,6 +30,8 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
             "data.on_policy.samples: expected 2 or more with a reward (loss.terms), which is compared with those of "
             f"other answers to the same prompt; got {samples}"
         )
+    if recipe.loss.rewarded is not None and own is not None and own.reward is not None:
+        yield "data.on_policy.reward: a term of loss.terms has a reward already; expected one of both"
     if rows % samples:
         yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
     if samples > 1 and own is not None and own.temperature == 0:

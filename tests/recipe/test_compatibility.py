@@ -82,6 +82,17 @@ WITH = {
     "cut student": ["student={from_teacher: {layers: 1}}"],
     "cut checkpoint": ["student={model: s, from_teacher: {layers: 1}}"],
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],
+    "context of responses": ["teacher.context={template: '{{ best.answer }}', syntax: jinja}"],
+    "context of single responses": [
+        "teacher.context={template: '{{ best.answer }}', syntax: jinja}",
+        "data.on_policy={}",
+    ],
+    "context of responses without rewards": [
+        "teacher.context={template: '{{ best.answer }}', syntax: jinja}",
+        "data.on_policy={samples: 2}",
+        "train.batch_size=2",
+    ],
+    "context of feedback": ["teacher.context={template: '{{ feedback }}', syntax: jinja}", "data.on_policy={}"],
     "teacher's template variables": ["teacher.chat_template_kwargs={enable_thinking: true}"],
     "student as teacher, with its own template variables": [
         "teacher={type: student, chat_template_kwargs: {enable_thinking: true}}",

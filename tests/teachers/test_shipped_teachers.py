@@ -122,6 +122,24 @@ def test_the_on_policy_recipe_continues_from_a_runs_student(here):
     assert recipe.student.model == f"runs/{load(RECIPES / 'llama3-8b-to-1b.yaml').name}/student"
 
 
+def test_the_recipe_with_contexts_from_rollouts_runs(here):
+    Path("sums.jsonl").write_text(
+        "\n".join(
+            json.dumps({"prompt": f"What is {n}?", "completion": f"It is {n}.", "solution": "-"}) for n in range(24)
+        )
+    )
+    reward = "def right(prompt, answer, row):\n    return len(answer) % 2, f'{len(answer)} letters'\n"
+    Path("mine.py").write_text(reward)
+    settings = [setting for setting in SMALL if not setting.startswith(("data.source", "data.max_length", "train.b"))]
+    settings += ["data.source=sums.jsonl", "data.max_length=256", "train.batch_size=4", "train.tokens_per_step=1024"]
+    settings += ["student.model=teacher", "student.config=null", "train.steps=2"]
+    settings += ["data.on_policy.max_new_tokens=8", "data.on_policy.reward=mine.py:right"]
+    name = "self-distil-from-rollouts"
+    assert run_command(["run", name, *settings, "--plugin", "mine.py", "--name", "rollouts"]) == 0
+    rows = [row for row in read_metrics(Path("runs/rollouts/metrics.jsonl")) if "rollout_context" in row]
+    assert len(rows) == 2 and all(row["rollout_context"] > 0 and row["loss"] > 0 for row in rows)
+
+
 def test_the_recipe_across_tokenizers_runs(here, capsys):
     settings = small("teacher.model=teacher", "student.model=other", "train.steps=2")
     assert run_command(["run", "qwen2.5-7b-to-llama3-1b", *settings, "--name", "across"]) == 0

@@ -26,7 +26,7 @@ from distill.teachers.combination.route_data import RoutedEncoder, RouteRows
 from distill.teachers.combination.routes import RoutedTeacher
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.load_context import LoadContext
-from distill.teachers.rows.context.data import ContextEncoder, ContextReport, load_context_data
+from distill.teachers.rows.context.data import ContextEncoder, ContextReport, context_room, load_context_data
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossReport
 from distill.teachers.rows.retokenised.encode import PairEncoder, TokenisedReader
@@ -213,7 +213,9 @@ class SeveralVocabulary(Vocabulary):
 
         report = CrossReport if others else ContextReport if prompts else DataReport
         templates = [template, *(other.readers[1].template for other in others.values())]
-        return load_rows(data, encoder, templates, seed=seed, report_type=report)
+        return load_rows(
+            data, encoder, templates, seed=seed, report_type=report, room=context_room(data, prompts.values())
+        )
 
     def tokenizers(self) -> list[PreTrainedTokenizerBase | TokenisedReader] | None:
         """Return the tokenizers of every teacher and, last, of the student; `TokenisedReader`s where they differ."""

@@ -13,7 +13,7 @@ turns of one conversation otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,9 @@ from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.sources import RawRow as DataRow
 from distill.data.tokenise import TOO_LONG, DocumentSlice, Encoder, MaskedText, RowBatch, TokenisedDocument, encodable
+from distill.generation.rollout_contexts import prompt_variables
 from distill.recipe import Context, Data, DataPart
+from distill.recipe.context_template import render
 from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.rows.reading import PREFIX, ReadingColumns
 
@@ -54,6 +56,9 @@ class TwoPrompts(NamedTuple):
 class ContextEncoder(Encoder):
     """An encoder of both readings of a row, the student's and the teacher's. Arguments as of `Encoder`, and the
     teacher's prompts, set by `after`.
+
+    Attributes:
+        texts: Contexts by the number of the row, in place of those that the rows give; empty for no context.
     """
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
@@ -72,6 +77,7 @@ class ContextEncoder(Encoder):
                 f"or without, got {self.format} data; use chats, prompts with completions, or prompts alone"
             )
         self.prompt = prompt
+        self.texts: Mapping[int, str] = {}
         self.teacher_template = self.template and self.template.with_kwargs(prompt.chat_template_kwargs)
         if prompt.context is not None:
             self.format = self.format.without(prompt.context.columns)  # only the teacher reads these
@@ -79,7 +85,7 @@ class ContextEncoder(Encoder):
 
     def settings(self) -> list[object]:
         context, kwargs, _ = self.prompt
-        return [*super().settings(), context and context.model_dump(), kwargs]
+        return [*super().settings(), context and context.of_the_row, kwargs]
 
     def documents(self, batch: RowBatch, tally: RowCounts) -> Iterator[TokenisedDocument]:
         # First the texts of all rows in both readings, then their ids: the tokenizer takes many texts at once. Rows
@@ -90,7 +96,7 @@ class ContextEncoder(Encoder):
             with tally.row(number):
                 sample = self.sample(row, tally)
                 assert isinstance(row, dict)
-                private, secrets = self._private(row)
+                private, secrets = self._private(number, row, sample)
                 if self.takes_ids(sample):
                     yield self._sampled(number, sample, private, secrets, tally)
                     continue
@@ -128,13 +134,35 @@ class ContextEncoder(Encoder):
             yield both._replace(message=encoded.last_message(len(both.ids)))
         self.count_faults(kept, faults, tally)
 
-    def _private(self, row: DataRow) -> tuple[str, list[str]]:
+    def _private(self, number: int, row: DataRow, sample: ConversationSample) -> tuple[str, list[str]]:
         """Return the text that only the teacher reads of a row, and what of it no student's prompt may contain."""
         context = self.prompt.context
         if context is None:
             return "", []
-        private = filled(context, row)
+        private = self.texts.get(number)
+        if private is None:
+            private = context_of_row(context, row, self._prompt_of(sample))
         return private, [secret for secret in _secrets(context, row, private) if len(secret) >= SHORT]
+
+    def _prompt_of(self, sample: ConversationSample) -> Sequence[Mapping[str, Any]] | str:
+        """Return the student's messages before the first response that is trained on, or its prompt."""
+        if sample.messages is None:
+            return sample.prompt or ""
+        return sample.messages[: self._first_response(sample)]
+
+    def _first_response(self, sample: ConversationSample) -> int:
+        """Return the index of the first response that is trained on; of prompts alone the number of messages."""
+        assert sample.messages is not None
+        if self.format.kind == "prompts":  # whose response follows the last message
+            return len(sample.messages)
+        turns = [
+            turn
+            for turn, message in enumerate(sample.messages)
+            if message["role"] == "assistant" and turn >= sample.first_trained
+        ]
+        if not turns:
+            raise RowFault("no assistant turn")
+        return turns[-1] if self.options.train_on == "last" else turns[0]
 
     def _sampled(
         self, number: int, sample: ConversationSample, private: str, secrets: Sequence[str], tally: RowCounts
@@ -220,7 +248,7 @@ class ContextEncoder(Encoder):
 
     def _for_teacher(self, sample: ConversationSample, text: str) -> ConversationSample:
         """Return the sample with the context in its place; unchanged where there is none."""
-        if self.prompt.context is None:
+        if self.prompt.context is None or not text:
             return sample
         text = encodable(text)
         place = self.prompt.context.place
@@ -228,14 +256,15 @@ class ContextEncoder(Encoder):
             prompt = sample.prompt or ""
             # the white space between prompt and response stays right before the response: its tokens may begin with it
             joint = prompt[len(prompt.rstrip()) :]
-            after = f"{prompt.rstrip()}\n\n{text}{joint}"
-            return sample._replace(prompt=after if place == "after" else f"{text}\n\n{prompt}")
+            joined = {"after": f"{prompt.rstrip()}\n\n{text}{joint}", "user": text + joint, "prompt": text + joint}
+            return sample._replace(prompt=joined.get(place, f"{text}\n\n{prompt}"))
         roles = [message["role"] for message in sample.messages]
-        first = len(roles)
-        if self.format.kind != "prompts":  # whose response follows the last message
-            turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= sample.first_trained]
-            assert turns, "held by the student's reading"
-            first = turns[-1] if self.options.train_on == "last" else turns[0]
+        first = self._first_response(sample)
+        if place == "prompt":
+            return sample._replace(
+                messages=[{"role": "user", "content": text}, *sample.messages[first:]],
+                first_trained=max(sample.first_trained - first + 1, 0),
+            )
         holders = ("system", "developer") if place == "system" else ("user",)
         at = [turn for turn in range(first) if roles[turn] in holders]
         messages = list(sample.messages)
@@ -247,8 +276,8 @@ class ContextEncoder(Encoder):
         if not at:
             raise RowFault("no user message to place the teacher's context at")
         content = messages[at[-1]]["content"]
-        both = f"{text}\n\n{content}" if place == "before" else f"{content}\n\n{text}"
-        messages[at[-1]] = {**messages[at[-1]], "content": both}
+        joined = {"before": f"{text}\n\n{content}", "user": text}
+        messages[at[-1]] = {**messages[at[-1]], "content": joined.get(place, f"{content}\n\n{text}")}
         return sample._replace(messages=messages)
 
 
@@ -261,6 +290,28 @@ def filled(context: Context, row: DataRow) -> str:
     return "".join(text + ("" if column is None else _value(row, column)) for text, column in context.parts)
 
 
+def context_of_row(context: Context, row: DataRow, prompt: Sequence[Mapping[str, Any]] | str) -> str:
+    """Return the context of a row alone, without what a run adds to it; empty for none.
+
+    Args:
+        prompt: The student's messages before the response, or its prompt.
+
+    Raises:
+        RowFault: there is none, and no run can make one.
+    """
+    if context.syntax == "columns":
+        try:
+            return filled(context, row)
+        except RowFault:
+            if context.missing == "skip":
+                raise
+            return ""
+    text = render(context.template, {"row": row, **prompt_variables(prompt)})
+    if not text and context.missing == "skip" and not context.of_the_run:
+        raise RowFault("nothing for the teacher's context", "teacher.context.template writes nothing for it")
+    return text
+
+
 def _value(row: DataRow, column: str) -> str:
     value = row.get(column)
     given = value if isinstance(value, list) else [value]
@@ -271,8 +322,21 @@ def _value(row: DataRow, column: str) -> str:
 
 
 def _secrets(context: Context, row: DataRow, private: str) -> list[str]:
-    """Return texts that no student prompt may contain: the columns'; all of a template without columns."""
-    return [_value(row, column).strip() for column in context.columns] or [private.strip()]
+    """Return texts that no student prompt may contain: the columns'; all of a text that is only added."""
+    if context.only_adds:
+        return [_value(row, column).strip() for column in context.columns] or [private.strip()]
+    values = [row.get(column) for column in context.columns]
+    texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+    return [text.strip() for text in texts if isinstance(text, str)]
+
+
+def context_room(data: Data, prompts: Iterable[TeacherPrompt | None]) -> int:
+    """Return the tokens that rows leave for contexts that a run makes, for each response."""
+    own = data.active_on_policy
+    if own is None:
+        return 0
+    contexts = [prompt.context for prompt in prompts if prompt is not None and prompt.context is not None]
+    return max((context.room or 2 * own.max_new_tokens for context in contexts if context.of_the_run), default=0)
 
 
 def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed: int) -> Splits:
@@ -296,7 +360,8 @@ def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed
         most = part.data.max_length
         return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(prompt)
 
-    return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)
+    room = context_room(data, [prompt])
+    return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport, room=room)
 
 
 class ContextReport(DataReport):

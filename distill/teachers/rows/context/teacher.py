@@ -21,7 +21,7 @@ from distill.recipe.teachers import TeacherPrompt
 from distill.teachers.base import Constructor, Prompt, Teacher, TeacherPlan
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.load_context import LoadContext
-from distill.teachers.rows.context.data import ContextColumns, filled, load_context_data
+from distill.teachers.rows.context.data import ContextColumns, context_of_row, load_context_data
 from distill.teachers.rows.reading import ReadingPlan, ReadingTeacher, at_positions
 from distill.teachers.vocabulary import Vocabulary
 
@@ -66,13 +66,16 @@ class ContextTeacher(ReadingTeacher):
         context = self.prompt.context
         if context is None:  # the tokenizer of the teacher's prompts has their variables of the chat template
             return self.inner.respond(prompts, settings)
-        if context.columns:
+        if context.columns or context.of_the_run or not all(isinstance(prompt, str) for prompt in prompts):
             return None
-        text = filled(context, {})
         place = context.place
-        system = [{"role": "system", "content": text}] if place == "system" else []
-        wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
-        turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
+        wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}.get(place, "{0}")
+        turns: list[Prompt] = []
+        for prompt in prompts:
+            text = context_of_row(context, {}, str(prompt))
+            system = [{"role": "system", "content": text}] if place == "system" and text else []
+            content = wrap.format(text, prompt) if text else str(prompt)
+            turns.append([*system, {"role": "user", "content": content}])
         return self.inner.respond(turns, settings)
 
     def constructor(self) -> Constructor:
