@@ -278,7 +278,7 @@ def steps(model: Any, tokens: int) -> Iterator[tuple[str, Callable[[], object], 
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """Measure the models whose name contains `only`, and `decode`; `quick` leaves out what compiles longest."""
+    """Measure the models whose name contains `only`, and `decode`; `quick` leaves out Liger and long compilations."""
     tokens = ROWS * LENGTH
     if only in DECODE_SHAPE:
         yield from decode(quick)
@@ -307,7 +307,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         torch.cuda.empty_cache()
         models = candidates(plain, quick)
         ids, upstream = inputs(plain)
-        apart = candidate(__name__, "liger", name, limit=float(os.environ.get("BENCH_LIMIT", 60)))
+        limit = float(os.environ.get("BENCH_LIMIT", 60))
+        apart = {} if quick else candidate("scripts.bench.experts", "liger", name, limit=limit)
         for part, call in parts_of(ids, upstream).items():
             runs = {}
             for label, model in models.items():
@@ -320,8 +321,9 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 except (RuntimeError, torch.OutOfMemoryError) as failure:
                     note = str(failure).splitlines()[0][:100]
                     yield Row("experts", f"{shape}, {part}", label, float("nan"), note=note)
-            ms, peak = apart.get(part, (float("nan"), None))
-            yield Row("experts", f"{shape}, {part}", LIGER, ms, peak_mib=peak, note=apart.get("note", ""))
+            if not quick:
+                ms, peak = apart.get(part, (float("nan"), None))
+                yield Row("experts", f"{shape}, {part}", LIGER, ms, peak_mib=peak, note=apart.get("note", ""))
             # a call takes most of a second: once is enough
             slow = {label: runs.pop(label) for label in (EAGER,) if label in runs}
             for label, run in slow.items():
@@ -405,7 +407,7 @@ def decode(quick: bool) -> Iterator[Row]:
     notes = {}
     for batch in () if quick else batches:
         limit = float(os.environ.get("BENCH_LIMIT", 120))
-        result = candidate(__name__, "static", str(batch), limit=limit)
+        result = candidate("scripts.bench.experts", "static", str(batch), limit=limit)
         found[STATIC, batch] = result.get("ms", float("nan"))
         notes[STATIC, batch] = result.get("note", "")
     for (label, batch), ms in found.items():
