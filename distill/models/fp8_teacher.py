@@ -19,7 +19,7 @@ from distill.models.loading import TEACHER_SEED, load_config, load_teacher, mode
 from distill.models.names import EXPERT_WEIGHTS
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.experts import experts_form, fp8_experts, looks_like_experts
-from distill.models.patch.swaps import Mismatch
+from distill.models.patch.swaps import Mismatch, forget_module
 from distill.recipe import LoadedTeacherConfig
 
 log = logging.getLogger(__name__)
@@ -191,6 +191,7 @@ def swap_experts_for_fp8(model: nn.Module, keep: Sequence[str] = ()) -> list[str
             continue
         quantised = _quantised(module)
         if quantised is not module:
+            forget_module(model, module)
             model.set_submodule(name, quantised)
             replaced.append(name)
     return replaced

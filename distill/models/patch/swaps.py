@@ -202,6 +202,15 @@ def restore_swaps(model: nn.Module, only: Swap | None = None) -> None:
         unwrap_peft(model).__dict__[SWAPPED] = kept
 
 
+def forget_module(model: nn.Module, module: nn.Module) -> None:
+    """Take back all swaps of a module that is about to leave its model, whose list would keep its weights otherwise."""
+    made: list[tuple[Swap, nn.Module]] = unwrap_peft(model).__dict__.get(SWAPPED, [])
+    for swap, of in reversed(made):
+        if of is module:
+            swap.restore(module)
+    made[:] = [(swap, of) for swap, of in made if of is not module]
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a module a forward of ours; `restore_forward` gives it back the one it had."""
     module.__dict__.setdefault(FORWARDS, []).append(module.__dict__.get("forward"))
