@@ -20,11 +20,11 @@ import torch
 
 from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.decoding.cached_attention import reference_decode_attention
 from distill_kernels.decoding.common import Scratch, dependent_launch_options, prefetch, wait_for_previous_kernel
 from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
-from distill_kernels.primitives.decode import reference_decode_attention
 
 
 class AttentionSpec(NamedTuple):

@@ -9,7 +9,7 @@ of the L2 cache. Rounding: as transformers' modules, every product and the sum w
 dtype; of a norm x times its weight is, once, and 1 / rms multiplies fp32 sums, where modules round the normed row too.
 
 With `splits` > 1 the inner dimension is cut, and the last program of a tile adds the parts in their order, as in
-`primitives/split_k.py`: no atomics on results, the same bits every time.
+`extras/split_k.py`: no atomics on results, the same bits every time.
 """
 
 from __future__ import annotations
