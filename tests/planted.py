@@ -174,7 +174,7 @@ FAULTS = [
     Fault(
         "tanh of the soft cap at another rate",
         "distill_kernels/attention/operands.py",
-        "tl.exp2(scores * rate * 2.8853900817779268)",
+        "tl.exp2(scores * rate * (2 * LOG2_E))",
         "tl.exp2(scores * rate * 2.7)",
         "flash_attention: soft cap",
     ),
