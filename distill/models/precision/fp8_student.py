@@ -20,11 +20,9 @@ from torch.nn import functional as F
 from distill.core.eval_mode import eval_mode
 from distill.models.layers import find_layers
 from distill.models.names import SEPARATE_GATED
-from distill.models.patch.forward_comparison import is_close
 from distill.models.patch.shared_input import FP8_GROUP
 from distill.models.patch.swaps import (
     OTHER,
-    Mismatch,
     ModulePattern,
     PatchReport,
     Swap,
@@ -32,6 +30,7 @@ from distill.models.patch.swaps import (
     replace_forward,
     restore_forward,
 )
+from distill.models.trial import Mismatch, is_close
 
 GAINS_FROM = 512  # N K / (N + K)
 
