@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.constants import LOWEST
@@ -254,18 +255,13 @@ def _attention_kernel(
         part = (pair.to(tl.int64) * GROUP + row) * CHUNKS + chunk
         tl.store(lse_ptr + part, tl.where(l_i == 0, LOWEST, m_i + tl.log2(whole)), mask=in_group)
         tl.store(parts_ptr + part[:, None] * COLUMNS + c[None, :], acc, mask=in_group[:, None])
-        tl.debug_barrier()  # all threads' parts before the one that counts
-        if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == CHUNKS - 1:
-            # All chunks have counted, so that nobody else touches the counter in this launch; the next one finds it at
-            # 0.
-            tl.store(counters_ptr + pair, 0)
+        if last_to_arrive(counters_ptr, pair, CHUNKS):
             other = tl.arange(0, AT_ONCE)
             there = other < CHUNKS
             # A query head at a time, its chunks the rows of one tile; the order is fixed, so the bits are the same
             # every time.
             for g in tl.static_range(GROUP):
                 of_head = (pair.to(tl.int64) * GROUP + g) * CHUNKS + other
-                # From L2: L1 of this multiprocessor may hold an earlier layer's parts at the same addresses.
                 lse = tl.load(lse_ptr + of_head, mask=there, other=LOWEST, cache_modifier=".cg")
                 weight = tl.where(there, tl.exp2(lse - tl.max(lse, 0)), 0.0)
                 at = parts_ptr + of_head[:, None] * COLUMNS + c[None, :]
