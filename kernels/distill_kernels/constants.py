@@ -8,7 +8,7 @@ from distill_kernels.launch import HAS_TRITON, tl
 
 
 def _constant(value: float) -> float:
-    return tl.constexpr(value) if HAS_TRITON else value  # type: ignore[no-any-return]
+    return tl.constexpr(value) if HAS_TRITON else value
 
 
 LOG2_E = _constant(math.log2(math.e))  # e^x = 2^(x log2 e): exponentials are taken to base 2, in one instruction

@@ -154,6 +154,8 @@ def _add_kernel(
     cells = (row < positions)[:, None] & (column < HEAD_DIM)[None, :]
     rows = tl.num_programs(1).to(tl.int64) * positions
     first = tl.program_id(1).to(tl.int64) * positions + row
+    # In the order of the parts, [BLOCK_M, BLOCK_D] each: equal bits from run to run. PARTS is a power of two, so that
+    # few kernels are compiled; parts that do not exist are not loaded.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.static_range(PARTS):
         at = sums_ptr + ((tl.program_id(2) * parts + part) * rows + first)[:, None] * HEAD_DIM + column[None, :]
