@@ -20,6 +20,8 @@ Symbols: `B` batch, `H` query heads, `Hkv` key heads (H a multiple), `T` positio
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from distill_kernels.attention.flash_backward import backward_on_triton
@@ -56,6 +58,16 @@ from distill_kernels.launch import cdiv, device_facts, launch, runs_on_triton, t
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 
+class ForwardSizes(NamedTuple):
+    """Sizes of a forward launch; `group` query heads share a key head."""
+
+    batches: int
+    heads: int
+    group: int
+    queries: int
+    keys: int
+
+
 @triton.jit
 def _forward_kernel(
     q_tiles,
@@ -84,22 +96,24 @@ def _forward_kernel(
 ):
     """Compute one tile of queries of one head over all of its keys; if SPLIT, over one part of them (split_kv.py).
 
-    q_tiles, k_tiles, v_tiles: of `tiles_of`. out_strides: of batch entries, heads, positions. sizes: batch entries,
-    query heads, query heads per key head, queries, keys. score_factors: of `ScoreSettings`. LEFT: intervals have a
-    beginning (a window, documents); SPLIT, PACKED, SOFTCAP, SINKS: see `ScoreSettings` and split_kv.py.
+    q_tiles, k_tiles, v_tiles: of `tiles_of`. out_strides: of batch entries, heads, positions. sizes: `ForwardSizes`.
+    score_factors: of `ScoreSettings`. LEFT: intervals have a beginning (a window, documents); SPLIT, PACKED, SOFTCAP,
+    SINKS: see `ScoreSettings` and split_kv.py.
     """
     stride_ob, stride_oh, stride_om = out_strides
-    batches, heads, group, queries, keys = sizes
+    heads = sizes.heads
+    queries = sizes.queries
     score_scale, cap, cap_rate = score_factors
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // group
+    kv_head = head // sizes.group
     m = tile * BLOCK_M
     row = m + tl.arange(0, BLOCK_M)
+    interval_sizes = sizes.batches, queries, sizes.keys
     start, full_begin, full_end, end, low, high = key_tiles(
-        m, row, batch, ranges_ptr, (batches, queries, keys), window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
+        m, row, batch, ranges_ptr, interval_sizes, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
     # a part of the keys: its maximum, sum and output are merged afterwards (merge_parts)
     if SPLIT:
@@ -203,7 +217,7 @@ def forward_on_triton(
         ranges,
         lse if sinks is None else sinks,
         out.stride()[:3],
-        (batches, heads, heads // kv_heads, queries, keys),
+        ForwardSizes(batches=batches, heads=heads, group=heads // kv_heads, queries=queries, keys=keys),
         UNBOUNDED if masking.window is None else masking.window,
         masking.score_factors,
         HEAD_DIM=size,

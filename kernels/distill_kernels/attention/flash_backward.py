@@ -17,10 +17,11 @@ Bytes: q, k, v, out, dout, lse read, dq, dk, dv written, 8 B H T of row terms be
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
-from distill_kernels.attention.key_gradient import _key_gradient_kernel
+from distill_kernels.attention.key_gradient import KeyGradientSizes, _key_gradient_kernel
 from distill_kernels.attention.operands import (
     ScoreSettings,
     Tiles,
@@ -101,6 +102,17 @@ def _row_terms_kernel(
         tl.store(sums_ptr + batch_head * tl.num_programs(0) + tl.program_id(0), -tl.sum(p * delta, 0))
 
 
+class QueryGradientSizes(NamedTuple):
+    """Sizes of a launch; `group` query heads share a key head, `padded_rows` of lse and delta belong to each head."""
+
+    batches: int
+    heads: int
+    group: int
+    queries: int
+    padded_rows: int
+    keys: int
+
+
 @triton.jit
 def _query_gradient_kernel(
     q_tiles,
@@ -130,28 +142,29 @@ def _query_gradient_kernel(
 ):
     """Compute dq of one tile of queries of one head; if SPLIT, the sum over one part of its keys (split_kv.py).
 
-    sizes: batch entries, query heads, query heads per key head, queries, rows of lse and delta, keys. Other arguments
-    are those of the forward kernel (flash.py).
+    sizes: `QueryGradientSizes`. Other arguments are those of the forward kernel (flash.py).
     """
     stride_qb, stride_qh, stride_qm = dq_strides
-    batches, heads, group, queries, padded_rows, keys = sizes
+    heads = sizes.heads
+    queries = sizes.queries
     score_scale, cap, cap_rate = score_factors
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // group
+    kv_head = head // sizes.group
     m = tile * BLOCK_M
     row = m + tl.arange(0, BLOCK_M)
+    interval_sizes = sizes.batches, queries, sizes.keys
     start, full_begin, full_end, end, low, high = key_tiles(
-        m, row, batch, ranges_ptr, (batches, queries, keys), window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
+        m, row, batch, ranges_ptr, interval_sizes, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
     dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
     # Rows are padded to whole tiles, so that these loads need no mask.
-    at = tl.program_id(1).to(tl.int64) * padded_rows + row
+    at = tl.program_id(1).to(tl.int64) * sizes.padded_rows + row
     lse = tl.load(lse_ptr + at)
     delta = tl.load(delta_ptr + at)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -287,7 +300,15 @@ def backward_on_triton(
         ranges,
         dk.stride()[:3],
         dv.stride()[:3],
-        (batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys),
+        KeyGradientSizes(
+            batches=batches,
+            heads=heads,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            queries=queries,
+            padded_rows=padded_rows,
+            keys=keys,
+        ),
         window,
         scale,
         masking.score_factors,
@@ -319,7 +340,14 @@ def backward_on_triton(
         terms[1],
         ranges,
         dq.stride()[:3],
-        (batches, heads, heads // kv_heads, queries, padded_rows, keys),
+        QueryGradientSizes(
+            batches=batches,
+            heads=heads,
+            group=heads // kv_heads,
+            queries=queries,
+            padded_rows=padded_rows,
+            keys=keys,
+        ),
         window,
         scale,
         masking.score_factors,

@@ -5,10 +5,24 @@ The formulas stand in `flash_backward.py`, which launches it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from distill_kernels.attention.operands import load_tile, softcapped
 from distill_kernels.attention.ranges import dense_or_packed_interval
 from distill_kernels.attention.split_kv import part_of_tiles, store_sums
 from distill_kernels.launch import tl, triton
+
+
+class KeyGradientSizes(NamedTuple):
+    """Sizes of a launch; `group` query heads share a key head, `padded_rows` of lse and delta belong to each head."""
+
+    batches: int
+    heads: int
+    kv_heads: int
+    group: int
+    queries: int
+    padded_rows: int
+    keys: int
 
 
 @triton.jit
@@ -40,20 +54,19 @@ def _gather_queries(
     """Add the share of query tiles [start, end) of one head to dk and dv, `sums`, and return them.
 
     key_tile: k and v at `n`, [BLOCK_N, BLOCK_D]. query_tiles: of `tiles_of` q and dout. row_terms: lse to base 2 and
-    delta. sizes: batch entries, query heads, queries, rows of the row terms, keys.
+    delta.
     """
     dk, dv = sums
     k, v = key_tile
     q_tiles, dout_tiles = query_tiles
     lse_ptr, delta_ptr = row_terms
-    batches, heads, queries, padded_rows, keys = sizes
     score_scale, cap, cap_rate = score_factors
     for m in tl.range(start, end, BLOCK_M):
         m = tl.multiple_of(m, BLOCK_M)
         row = m + tl.arange(0, BLOCK_M)
         # lse and delta are stored with rows padded to whole tiles, so that these loads need no mask; a padded row has
         # lse = +inf and contributes p = 0.
-        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
+        terms_at = (batch.to(tl.int64) * sizes.heads + head) * sizes.padded_rows + row
         q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         lse = tl.load(lse_ptr + terms_at)
         # Scores transposed, keys by queries: dk and dv are then products from the left, P and dS never move.
@@ -65,8 +78,8 @@ def _gather_queries(
         if MASKED:
             # The interval is the query's, as in the forward pass; rows past the end repeat the last query and are
             # already 0.
-            row = tl.minimum(row, queries - 1)
-            query_sizes = batches, queries, keys
+            row = tl.minimum(row, sizes.queries - 1)
+            query_sizes = sizes.batches, sizes.queries, sizes.keys
             low, high = dense_or_packed_interval(row, batch, ranges_ptr, query_sizes, window, CAUSAL, PACKED, False)
             column = n + tl.arange(0, BLOCK_N)
             p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
@@ -117,18 +130,17 @@ def _key_gradient_kernel(
     """Compute dk and dv of one tile of keys of one key head; if SPLIT, the sums over one part of its queries.
 
     key_ranges, ranges: intervals of queries for each key, and of keys for each query. Strides are of batch entries,
-    heads, positions. sizes: batch entries, query heads, key heads, query heads per key head, queries, rows of lse and
-    delta, keys. RIGHT: intervals of queries have an end (a window, documents).
+    heads, positions. RIGHT: intervals of queries have an end (a window, documents).
     """
     stride_kb, stride_kh, stride_kn = dk_strides
     stride_vb, stride_vh, stride_vn = dv_strides
-    batches, heads, kv_heads, group, queries, padded_rows, keys = sizes
+    keys = sizes.keys
     # the first key tiles of a causal batch are attended by the most queries, and start first
     n = tl.program_id(0) * BLOCK_N
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
+    batch = tl.program_id(1) // sizes.kv_heads
+    kv_head = tl.program_id(1) % sizes.kv_heads
     last_column = tl.minimum(n + BLOCK_N, keys) - 1
-    key_sizes = batches, keys, queries
+    key_sizes = sizes.batches, keys, sizes.queries
     # Which queries see a tile of keys? Key j is seen by the interval [low_j, high_j), and both ends grow with j. So the
     # tile's first key gives where visits start and where full visibility may already end, its last key gives where full
     # visibility starts and where visits end:
@@ -166,8 +178,8 @@ def _key_gradient_kernel(
     # One program adds up all query heads that share this key head: no atomics, and always the same order. Masked tiles
     # stand apart from the others, so that those compare no indices.
     bounds = start, inside, outside, end
-    for query_head_in_group in range(group):
-        head = kv_head * group + query_head_in_group
+    for query_head_in_group in range(sizes.group):
+        head = kv_head * sizes.group + query_head_in_group
         for section in tl.static_range(3 if RIGHT else 2):
             dk, dv = _gather_queries(
                 (dk, dv),
@@ -180,7 +192,7 @@ def _key_gradient_kernel(
                 n,
                 bounds[section],
                 bounds[section + 1],
-                (batches, heads, queries, padded_rows, keys),
+                sizes,
                 window,
                 score_factors,
                 HEAD_DIM,
