@@ -208,7 +208,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """,
         {},
     ),
-    "primitives": (
+    "extras": (
         """
 for rows, columns in ((4, 151936), (256, 24576), (256, 151936)):
     ours.softmax(t(rows, columns)).sum().backward()

@@ -174,7 +174,7 @@ FAULTS = [
     Fault(
         "tanh of the soft cap at another rate",
         "distill_kernels/attention/operands.py",
-        "tl.exp2(scores * rate * 2.8853900817779268)",
+        "tl.exp2(scores * rate * (2 * LOG2_E))",
         "tl.exp2(scores * rate * 2.7)",
         "flash_attention: soft cap",
     ),
@@ -187,7 +187,7 @@ FAULTS = [
     ),
     Fault(
         "a new token sees a slot that is not filled",
-        "distill_kernels/primitives/decode.py",
+        "distill_kernels/decoding/cached_attention.py",
         "high = length - new + 1 + token",
         "high = length - new + token",
         "decode_attention: one token",
@@ -321,7 +321,7 @@ FAULTS = [
     ),
     Fault(
         "softmax's gradient without the row's sum",
-        "distill_kernels/primitives/row_softmax.py",
+        "distill_kernels/extras/row_softmax.py",
         "dx = y * (dy - tl.sum(y * dy, 1, keep_dims=True))",
         "dx = y * dy",
         "softmax",

@@ -22,6 +22,7 @@ from distill_kernels.decoding.fused_linear import MAX_ROWS, Product, multiply_ro
 from distill_kernels.decoding.fused_linear import scratch_of as product_scratch
 from distill_kernels.decoding.plan import DecodePlan, choose_plan
 from distill_kernels.decoding.tokens import SequenceState, embed_tokens
+from distill_kernels.matmul.siblings import QKV
 from torch import nn
 
 from distill.generation.ragged_cache import AttentionCall, RaggedCache
@@ -49,7 +50,7 @@ def _products(layer: nn.Module, following: torch.Tensor) -> _Products:
     (first, of_first), (second, of_second) = (
         (own[f"{name}.weight"], epsilon(layer.get_submodule(name))) for name in LAYER_NORMS
     )
-    siblings = [f"self_attn.{each}_proj" for each in "qkv"]
+    siblings = [f"self_attn.{name}" for name in QKV]
     weights = tuple(own[f"{each}.weight"] for each in siblings)
     return _Products(
         Product(weights, tuple(own.get(f"{each}.bias") for each in siblings), first, of_first),

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from distill_kernels.attention.flash import flash_attention
+from distill_kernels.decoding.cache_write import write_newest
+from distill_kernels.decoding.cached_attention import decode_attention
 from distill_kernels.launch import runs_on_triton
-from distill_kernels.primitives.decode import decode_attention
-from distill_kernels.primitives.kv_cache import write_newest
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedConfig

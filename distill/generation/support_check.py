@@ -32,9 +32,17 @@ from distill.models.layers import is_offloaded
 from distill.models.names import LAYER_NORMS
 from distill.models.patch.attention import with_soft_cap
 from distill.models.patch.document_rope import rope_by_document, short_length
-from distill.models.patch.packed import LOWERED, distances, lowered_limits
+from distill.models.patch.packed import LOWERED, lowered_limits
 from distill.models.patch.shared_input import FP8_GROUP, projection_forward
 from distill.models.patch.triton_only import linear_on_triton
+from distill.models.trial import (
+    DECODED_ROUNDINGS,
+    FUSED_STEP_16_BITS,
+    FUSED_STEP_FLOAT32,
+    OTHER_KERNEL,
+    distances,
+    relative_error,
+)
 
 STEPS = 5
 # tokens of three prompts: beyond every lowered limit; one that passes them while it is decoded; one that shares most
@@ -75,9 +83,9 @@ def unsupported_reason(model: nn.Module) -> str | None:
 def _differing_logits(model: nn.Module, inner: Any) -> str | None:
     """Return how the logits of decoding differ from those of the model's own forward; None where they do not."""
     weight = next(model.parameters())
-    # far above rounding errors, far below the effect of a wrong position or key
     device = weight.device
-    tolerance = min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
+    dtype = weight.dtype if weight.dtype.itemsize < 4 else torch.float32
+    tolerance = min(OTHER_KERNEL, DECODED_ROUNDINGS * torch.finfo(dtype).eps)
     forward = type(inner).forward
     short = short_length(model)
     words = torch.arange(len(PROMPTS) * (PROMPTS[0] + STEPS)) * 7 + 3
@@ -299,8 +307,8 @@ def try_fused_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> FusedSu
         )
         fused.layers()
         given = head(decoder.get_submodule("norm")(fused.stream.x)).float()
-        error = (given - expected).norm() / expected.norm()
-        if not error < (1e-4 if dtype == torch.float32 else 0.05):
+        error = relative_error(given, expected)
+        if not error < (FUSED_STEP_FLOAT32 if dtype == torch.float32 else FUSED_STEP_16_BITS):
             return FusedSupport(f"its logits come out different by {error:.1e}", {})
         for cache in caches:
             cache.lengths += 1

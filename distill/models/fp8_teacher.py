@@ -19,7 +19,8 @@ from distill.models.loading import TEACHER_SEED, load_config, load_teacher, mode
 from distill.models.names import EXPERT_WEIGHTS
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.experts import experts_form, fp8_experts, looks_like_experts
-from distill.models.patch.swaps import Mismatch, forget_module
+from distill.models.patch.swaps import forget_module
+from distill.models.trial import Mismatch
 from distill.recipe import LoadedTeacherConfig
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from distill.core.eval_mode import eval_mode
 from distill.models.names import LOGIT_SCALES, SOFT_CAPS
 from distill.models.output_rows import output_rows
+from distill.models.trial import LOGIT_ROUNDINGS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -279,7 +280,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
         raise ValueError(
             f"{role}: the logits of {_name(unwrap_peft(model))} are NaN or infinite: its weights are damaged{dtype}"
         )
-    tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
+    tolerance = LOGIT_ROUNDINGS * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
     tried = []
     for shape in _candidates(config):
         difference = (shape.applied(product.double()) - expected).abs().max()

@@ -69,7 +69,8 @@ DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_in
 
 # ---- modules
 
-# gate, up and down of a gated MLP; None where gate and up are one matrix (patch/recognition, precision/fp8_student)
+# gate, up and down of a gated MLP; None where gate and up are one matrix (patch/recognition, precision/fp8_student,
+# shape)
 GatedNames = tuple[str, str | None, str]
 SEPARATE_GATED: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 GATED_MLPS: tuple[GatedNames, ...] = (
@@ -85,7 +86,8 @@ PLAIN_MLPS = (
     ("up_proj", "down_proj"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
-QKV = ("q_proj", "k_proj", "v_proj")  # precision/quantised_formats
+# Layers that read the same input (q, k and v; gate and up) stand in distill_kernels.matmul.siblings, which swaps linear
+# layers for fp8 without this package (patch/shared_input, precision/, generation/fused_decoder).
 # parameters of a module that holds all experts of a layer (patch/experts)
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 # children of a decoder layer, by where its norms stand (patch/residual_norms, generation/fused_decoder)

@@ -10,7 +10,7 @@ from torch import nn
 from distill.models.flops import active_shares
 from distill.models.head import attention_sizes, decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
-from distill.models.names import INTERMEDIATE
+from distill.models.names import GATED_MLPS, INTERMEDIATE
 from distill.models.quantised_checkpoints import quantisation_of, stored_bits
 
 
@@ -86,7 +86,7 @@ def model_sizes(model: nn.Module) -> ModelSizes:
         query=heads * width,
         key_value=pairs * width,
         intermediate=intermediate or 4 * config.hidden_size,
-        gated=bool(names & {"gate_proj", "gate_up_proj", "w3"}),
+        gated=not names.isdisjoint(gate for gate, _, _ in GATED_MLPS),
         adapted=sum(m.get_base_layer().weight.shape[1] for m in adapters),
         rank=max((next(iter(m.r.values())) for m in adapters), default=0),
         layered=sum(layers),

@@ -1,7 +1,7 @@
 """GPU kernels for distillation: fused losses, transformer layers, attention, matrix products and AdamW.
 
 Needs torch; triton only where a CUDA tensor is used. Knows nothing of models, recipes or trainers. A name's module is
-imported when the name is first used; the modules that no training needs are in `primitives`.
+imported when the name is first used; what no training needs is in `extras`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,12 @@ from distill_kernels.lazy import lazy_names
 if TYPE_CHECKING:
     from distill_kernels.attention.flash import flash_attention
     from distill_kernels.attention.ranges import cu_seqlens_from_position_ids
+    from distill_kernels.decoding.cached_attention import decode_attention
+    from distill_kernels.extras.kv_cache import KVCache
+    from distill_kernels.extras.probability_kl import kl_probabilities
+    from distill_kernels.extras.row_softmax import softmax
+    from distill_kernels.extras.split_k import SplitKLinear, split_k_linear
+    from distill_kernels.extras.tiled_linear import triton_linear
     from distill_kernels.layers.bias_gelu import BiasGELU, bias_gelu
     from distill_kernels.layers.glu import geglu, glu, swiglu
     from distill_kernels.layers.layer_norm import LayerNorm, layer_norm
@@ -46,12 +52,6 @@ if TYPE_CHECKING:
     from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
     from distill_kernels.matmul.lora import lora_linear
     from distill_kernels.optim.adamw import FusedAdamW
-    from distill_kernels.primitives.decode import decode_attention
-    from distill_kernels.primitives.kv_cache import KVCache
-    from distill_kernels.primitives.probability_kl import kl_probabilities
-    from distill_kernels.primitives.row_softmax import softmax
-    from distill_kernels.primitives.split_k import SplitKLinear, split_k_linear
-    from distill_kernels.primitives.tiled import triton_linear
     from distill_kernels.sampling import sample_tokens
 
 __all__ = [
@@ -142,12 +142,12 @@ __getattr__, __dir__ = lazy_names(
         "distill_kernels.matmul.fp8": "Fp8Linear fp8_linear quantize_rows swap_linears_for_fp8",
         "distill_kernels.matmul.lora": "lora_linear",
         "distill_kernels.optim.adamw": "FusedAdamW",
-        "distill_kernels.primitives.decode": "decode_attention",
-        "distill_kernels.primitives.kv_cache": "KVCache",
-        "distill_kernels.primitives.probability_kl": "kl_probabilities",
-        "distill_kernels.primitives.row_softmax": "softmax",
-        "distill_kernels.primitives.split_k": "SplitKLinear split_k_linear",
-        "distill_kernels.primitives.tiled": "triton_linear",
+        "distill_kernels.decoding.cached_attention": "decode_attention",
+        "distill_kernels.extras.kv_cache": "KVCache",
+        "distill_kernels.extras.probability_kl": "kl_probabilities",
+        "distill_kernels.extras.row_softmax": "softmax",
+        "distill_kernels.extras.split_k": "SplitKLinear split_k_linear",
+        "distill_kernels.extras.tiled_linear": "triton_linear",
         "distill_kernels.sampling": "sample_tokens",
     },
 )

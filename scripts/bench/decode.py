@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from distill_kernels.attention.operands import ScoreSettings
-from distill_kernels.primitives.decode import decode_attention, reference_decode_attention
+from distill_kernels.decoding.cached_attention import decode_attention, reference_decode_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench.harness import Row, copy_bandwidth, graphed, host_microseconds, time_in_turn

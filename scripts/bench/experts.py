@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Mo
 from distill.models.fp8_teacher import quantise_teacher
 from distill.models.patch.experts import EXPERTS
 from distill.models.patch.patching import patch
-from distill.models.patch.swaps import Mismatch
+from distill.models.trial import Mismatch
 from scripts.bench.harness import Row, copy_bandwidth, graphed, peak_above_inputs, time_in_turn
 from scripts.bench.small import candidate, tell
 from scripts.bench.step_variants import apply_liger

@@ -67,11 +67,11 @@ print(json.dumps(sorted(launched)))
 NOT_LAUNCHED = {
     # for long rows and caches, of which the interpreter would take minutes
     *(
-        ("primitives.row_softmax", f"_{name}")
+        ("extras.row_softmax", f"_{name}")
         for name in ("forward_loop", "backward_loop", "forward_split_statistics", "forward_split_write")
     ),
-    *(("primitives.row_softmax", f"_backward_split_{name}") for name in ("product", "write")),
-    ("primitives.decode", "_combine_kernel"),
+    *(("extras.row_softmax", f"_backward_split_{name}") for name in ("product", "write")),
+    ("decoding.cached_attention", "_combine_kernel"),
     ("attention.split_kv", "_merge_kernel"),
     ("attention.split_kv", "_add_kernel"),
     ("layers.layer_norm_kernels", "_column_kernel"),

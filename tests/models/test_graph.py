@@ -13,9 +13,10 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
+from distill.models import trial
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.patch import forward_comparison, packed, shared_input
+from distill.models.patch import packed, shared_input
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import patch
 from distill.models.precision import fp8_student
@@ -176,7 +177,7 @@ def same(folder, **more):
     ],
 )
 def test_the_bits_of_launched_steps(tmp_path, more, limit, watch):
-    calls, trials, perturbed, problem = [], [], forward_comparison.perturbed, packed.packing_problem
+    calls, trials, perturbed, problem = [], [], trial.perturbed, packed.packing_problem
 
     def noted(*args):
         if torch.is_grad_enabled() and not trials:  # not a joined teacher's
@@ -196,7 +197,7 @@ def test_the_bits_of_launched_steps(tmp_path, more, limit, watch):
         trials.pop()
         return found
 
-    watch.setattr(forward_comparison, "perturbed", within)
+    watch.setattr(trial, "perturbed", within)
     watch.setattr(packed, "packing_problem", asked)
     watch.setattr(shared_input, "shared_linear", noted)
     limit.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these

@@ -9,10 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.models.patch import packed
-from distill.models.patch.forward_comparison import compare_forwards
 from distill.models.patch.packed import isolates_documents, lowered_limits, packing_problem
 from distill.models.patch.patching import patch
-from distill.models.patch.swaps import Mismatch
+from distill.models.trial import Mismatch, compare_forwards
 from distill.recipe import dump, parse
 from distill.teachers.opening import check_packing
 

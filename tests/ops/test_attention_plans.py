@@ -9,8 +9,8 @@ import pytest
 import torch
 from distill_kernels.attention import flash, flash_backward, operands, ranges
 from distill_kernels.attention.flash import flash_attention
+from distill_kernels.decoding import cached_attention
 from distill_kernels.launch import FAMILIES, HAS_TRITON, DeviceFacts
-from distill_kernels.primitives import decode
 from stand_in_gpu import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 
@@ -88,10 +88,10 @@ def drawn(layout, heads, positions, size, dtype):
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
     facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)
-    modules = (flash, flash_backward, decode, ranges)
-    for module in (flash, flash_backward, decode, operands):
+    modules = (flash, flash_backward, cached_attention, ranges)
+    for module in (flash, flash_backward, cached_attention, operands):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
-    for op in (flash._forward_op, flash._backward_op, decode._op):
+    for op in (flash._forward_op, flash._backward_op, cached_attention._op):
         monkeypatch.setattr(op, "plans", None)
     generator = random.Random(3)
     choices = [
@@ -121,7 +121,7 @@ def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
             torch.autograd.grad(out, leaves, dout)
             filled = torch.full((3,), positions, dtype=generator.choice([torch.int32, torch.int64]))
             filled, starts = generator.choice([filled[:2], filled[1:]]), torch.zeros(2, dtype=torch.int32)
-            decode.decode_attention(q[:, :, :1], k, v, filled, starts=starts if packed else None, **more)
+            cached_attention.decode_attention(q[:, :, :1], k, v, filled, starts=starts if packed else None, **more)
     counts = {kernel.fn.__name__: (kernel.looked_up, kernel.replayed) for kernel in kernels if kernel.looked_up}
     assert len(counts) >= 7 and all(replayed >= 12 for _, replayed in counts.values()), repr(counts)
 
@@ -130,7 +130,7 @@ def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
 @pytest.mark.parametrize("more", [{}, {"window": 100, "softcap": 30}, {"causal": False, "scale": 1}])
 @pytest.mark.parametrize("layout", [0, 1])
 def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
-    ops = (flash._forward_op, decode._op)
+    ops = (flash._forward_op, cached_attention._op)
     for op in ops:
         monkeypatch.setattr(op, "plans", None)
 
@@ -142,7 +142,7 @@ def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = flash_attention(*leaves, **more)
         shared = {name: value for name, value in more.items() if name != "causal"}
-        decoded = decode.decode_attention(q[:, :, :2], k, v, lengths, **shared)
+        decoded = cached_attention.decode_attention(q[:, :, :2], k, v, lengths, **shared)
         return out, *torch.autograd.grad(out, leaves, dout), decoded
 
     first, other = results(1), results(2)

@@ -8,7 +8,7 @@ from distill_kernels.attention.flash import flash_attention, forward_on_triton
 from distill_kernels.attention.flash_backward import backward_on_triton
 from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.reference import kept_scores, reference_attention, reference_attention_backward
-from distill_kernels.primitives.decode import decode_attention
+from distill_kernels.decoding.cached_attention import decode_attention
 from grids import pairwise
 from helpers import FLOOR, SLACK, assert_as_good_as_torch, relative_error
 from layer_checks import poisoned_memory

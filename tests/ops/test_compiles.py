@@ -48,9 +48,9 @@ for extra in ({}, more):
     ),
     "linear layer of tiles": (
         """
-from distill_kernels.primitives import tiled
-for tile in tiled.TILES:
-    tiled._launch(x.detach(), w.detach(), w[:, 0].detach(), tile)
+from distill_kernels.extras import tiled_linear
+for tile in tiled_linear.TILES:
+    tiled_linear._launch(x.detach(), w.detach(), w[:, 0].detach(), tile)
 """,
         {"_tiled_kernel"},
     ),
@@ -218,9 +218,9 @@ PRODUCTS = {
     ("losses.accumulate", "_accumulate_kernel"),
     ("losses.accumulate", "_scaled_accumulate_kernel"),
     ("losses.projection_kernels", "_project_kernel"),
-    ("primitives.decode", "_chunk_kernel"),
-    ("primitives.split_k", "split_k_kernel"),
-    ("primitives.tiled", "_tiled_kernel"),
+    ("decoding.cached_attention", "_chunk_kernel"),
+    ("extras.split_k", "split_k_kernel"),
+    ("extras.tiled_linear", "_tiled_kernel"),
 }
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import ScoreSettings
-from distill_kernels.launch import DeviceFacts
-from distill_kernels.primitives import decode
-from distill_kernels.primitives.decode import (
+from distill_kernels.decoding import cached_attention
+from distill_kernels.decoding.cached_attention import (
     DecodeConfig,
     choose_decode_config,
     chunk_count,
     decode_attention,
     reference_decode_attention,
 )
+from distill_kernels.launch import DeviceFacts
 from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error
 
@@ -70,7 +70,7 @@ def test_options_give_the_reference(kernel_device, dtype, options):
 
 @pytest.mark.parametrize("config", [DecodeConfig(256, 1, 4, 3), DecodeConfig(64, 4, 2, 3)], ids=str)
 def test_other_launch_configs_give_the_same(kernel_device, hardware, config):
-    hardware.setattr(decode, "choose_decode_config", lambda *_: config)
+    hardware.setattr(cached_attention, "choose_decode_config", lambda *_: config)
     for options in ({}, {"window": 30}):
         check((2, 4, 2, 1, 600, 64), torch.bfloat16, kernel_device, [600, 70], **options)
 

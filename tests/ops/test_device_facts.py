@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distill_kernels import flash_attention, launch
+from distill_kernels.extras.tiled_linear import TILES, choose_tile
 from distill_kernels.launch import FAMILIES, INTERPRETER, OLDER, UNKNOWN, DeviceFacts, family_of
-from distill_kernels.primitives.tiled import TILES, choose_tile
 
 from distill.models.gpu_specs import GPU_SPECS
 from scripts import gpu_page

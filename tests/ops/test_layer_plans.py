@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 from distill_kernels.attention import flash, flash_backward
+from distill_kernels.extras import probability_kl, row_softmax
 from distill_kernels.launch import HAS_TRITON
 from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope
-from distill_kernels.primitives import probability_kl, row_softmax
 from distill_kernels.quantisation import fake_quantise
 from distill_kernels.quantisation.formats import FORMATS
 from distill_kernels.quantisation.number_format import Scales

@@ -124,8 +124,8 @@ def test_the_step_of_decoding_compiles_for_sm_90():
     pytest.importorskip("triton")
     code = """
 import torch
-from distill_kernels.primitives.decode import decode_attention
-from distill_kernels.primitives.kv_cache import write_newest
+from distill_kernels.decoding.cached_attention import decode_attention
+from distill_kernels.decoding.cache_write import write_newest
 from distill_kernels.sampling import sample_tokens
 z, n = torch.ones(4, 49152, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)
 sample_tokens(z, n, n, 0.0), sample_tokens(z, n, n, 0.7)

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from distill.models.names import EXPERT_WEIGHTS
-from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
-from distill.models.patch.swaps import Mismatch, ModulePattern
+from distill.models.patch.swaps import ModulePattern
+from distill.models.trial import FORWARD_ERRORS, Mismatch, compare_forwards
 
 TRIAL_EXPERTS = 4
 TRIAL_CHOICES = 2

@@ -25,6 +25,7 @@ from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.names import ATTENTION_LIMITS, CONVOLUTION_WIDTHS, ORIGINAL_LENGTH
 from distill.models.patch.document_rope import KIND as LONGROPE
 from distill.models.quantised_checkpoints import quantised_by_transformers
+from distill.models.trial import OTHER_KERNEL, OTHER_SHAPE_ROUNDINGS, SAME_SHAPE_ROUNDINGS, distances, rounding
 
 LOWERED = 4  # tokens
 ROUNDINGS = 4  # documents that see each other differ by tens of percent, far more than rounding does
@@ -87,11 +88,10 @@ class _Trial:
         first = words.split(3 * self.length)[0]
         second = words[3 * self.length :]
         self.first, self.second = first.split(self.length), second.split(self.length + 2)
-        eps = torch.finfo(next(p for p in model.parameters() if p.is_floating_point()).dtype).eps
+        dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
         quantised = quantised_by_transformers(model)
-        # rows of one shape are mostly the same to the bit; a document alone is of another shape, and rounds otherwise
-        self.tolerance = 0.1 if quantised else max(2 * eps, 1e-4)
-        self.alone_tolerance = 0.1 if quantised else max(16 * eps, 1e-4)
+        self.tolerance = OTHER_KERNEL if quantised else rounding(dtype, SAME_SHAPE_ROUNDINGS)
+        self.alone_tolerance = OTHER_KERNEL if quantised else rounding(dtype, OTHER_SHAPE_ROUNDINGS)
 
     def problem(self) -> str | None:
         """Return what is wrong, of `CARRIES`, `SHIFTS`, `NOT_FINITE` and `GRADIENT_NOT_FINITE`."""
@@ -117,14 +117,14 @@ class _Trial:
             self.hidden((one, four), (three, five), (two, six), (two, five), (three, six))[0],
             self.hidden((one, four), (two, five), (three, six), (three, five), (two, six))[0],
         ]
-        rounding = torch.minimum(*(distances(packed[0], row) for row in beside))
-        if carried.max() > max(self.tolerance, ROUNDINGS * rounding.max().item()):
+        moved = torch.minimum(*(distances(packed[0], row) for row in beside))
+        if carried.max() > max(self.tolerance, ROUNDINGS * moved.max().item()):
             return CARRIES
         if shifted.max() <= self.alone_tolerance:
             return None
         # where rounding changes which experts a token gets, single tokens say nothing; most of them still do
-        shifts = shifted.median() > max(self.alone_tolerance, ROUNDINGS * rounding.median().item())
-        return SHIFTS if shifts or rounding.max() <= self.tolerance else None
+        shifts = shifted.median() > max(self.alone_tolerance, ROUNDINGS * moved.median().item())
+        return SHIFTS if shifts or moved.max() <= self.tolerance else None
 
     def padding_is_differentiable(self, document: torch.Tensor) -> bool:
         """Return whether a model that is trained has finite gradients for a document and padding in one row.
@@ -158,13 +158,6 @@ class _Trial:
         return torch.cat(
             [self.decoder(input_ids=row, position_ids=at, use_cache=False).last_hidden_state for row, at in parts]
         )
-
-
-def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the relative distance of each token, float64 [..., T], of two [..., T, hidden]."""
-    one = one.double()
-    other = other.double()
-    return (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-30)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Modules are recognised by what they compute, not by their model's name: a module that looks like an RMSNorm (one
 weight vector, an epsilon), a gated MLP (two projections up, one down) or a pre-norm layer is run on a small random
 input and perturbed parameters, and is swapped only if one of our formulas gives its output and, in a student, its
-gradients (`forward_comparison.py`). A module that matches nothing is left and listed with the reason. Only `forward`
+gradients (`models/trial.py`). A module that matches nothing is left and listed with the reason. Only `forward`
 methods of instances are replaced, so parameters, names, saving, LoRA and hooks are untouched, and `unpatch` restores
 everything.
 
@@ -36,10 +36,9 @@ from distill.models.patch.attention import (
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.document_rope import follows_length
 from distill.models.patch.experts import EXPERTS, ROUTER, SPARSE_BLOCK
-from distill.models.patch.forward_comparison import FORWARD_ERRORS
 from distill.models.patch.joined_projections import SharedInputs
 from distill.models.patch.lora_forward import LORA_LINEAR
-from distill.models.patch.packed import distances, isolates_documents, lowered_limits
+from distill.models.patch.packed import isolates_documents, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
 from distill.models.patch.recognition import (
     BIAS_GELU_MLP,
@@ -60,6 +59,7 @@ from distill.models.patch.swaps import (
     restore_swaps,
     swap_module,
 )
+from distill.models.trial import FORWARD_ERRORS, OTHER_KERNEL, distances
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ SWAPS: tuple[tuple[ModulePattern | type[SharedInputs], ...], ...] = (
     (SPARSE_BLOCK,),
     (RESIDUAL_NORM,),
 )
-NEAR = 0.1  # of two attentions: relative, since in 16 bits another order of sums changes which experts tokens get
 JUMPS = 2  # times what rounding the embedding otherwise does to the median token
 
 
@@ -193,7 +192,7 @@ class FusedAttention(Swap):
                     ours = hidden_of_padded(self.decoder)
                     stop_fused_attention(module, self.decoder)
                     own = hidden_of_padded(self.decoder)
-                verdicts["padding"] = bool((ours - own).norm() <= NEAR * own.norm())
+                verdicts["padding"] = bool((ours - own).norm() <= OTHER_KERNEL * own.norm())
                 use_fused_attention(module, self.decoder, self.backend)
         finally:
             stop_fused_attention(module, self.decoder)
@@ -235,7 +234,7 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
             moved = distances(hidden(inputs_embeds=(embedded * (1 + eps * noise)).to(embedded.dtype)), own)
         except FORWARD_ERRORS:  # it takes token ids alone
             return 0.0
-        return float(moved.median()) if moved.max() > NEAR else 0.0
+        return float(moved.median()) if moved.max() > OTHER_KERNEL else 0.0
 
     try:
         ours = hidden()
@@ -248,10 +247,10 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
     try:
         own = hidden()
         own_packs = packs or isolates_documents(model)
-        differs = not (ours - own).norm() <= NEAR * own.norm()
+        differs = not (ours - own).norm() <= OTHER_KERNEL * own.norm()
         # where rounding alone changes which experts some tokens get, most of the tokens still tell
         if differs and (most := rounding(own)):
-            differs = not distances(ours, own).median() <= max(NEAR, JUMPS * most)
+            differs = not distances(ours, own).median() <= max(OTHER_KERNEL, JUMPS * most)
     finally:
         use_fused_attention(model, decoder, backend)
     if differs:

@@ -1,7 +1,7 @@
 """Modules that our kernels can compute, recognised by running them: norms, MLPs, rotary embeddings.
 
 A candidate module runs on a random input, and each fused forward of its kind is compared with its own
-(`forward_comparison.py`). Each `ModulePattern` is an entry of `patching.SWAPS`.
+(`models/trial.py`). Each `ModulePattern` is an entry of `patching.SWAPS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from distill.models.names import GATED_MLPS, PLAIN_MLPS, ROTARY_FUNCTION, GatedNames
-from distill.models.patch.forward_comparison import compare_forwards, perturbed
 from distill.models.patch.products import down_of_gated
-from distill.models.patch.swaps import Mismatch, ModulePattern, epsilon_of
+from distill.models.patch.swaps import ModulePattern, epsilon_of
+from distill.models.trial import Mismatch, compare_forwards, perturbed
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": swiglu,

@@ -14,10 +14,10 @@ from distill.core.errors import first_line
 from distill.models.head import decoder_of
 from distill.models.names import PRE_NORM_LAYER, SANDWICH_NORM_LAYER
 from distill.models.output_rows import pick, projecting, put_back, rows_to_compute
-from distill.models.patch.forward_comparison import FORWARD_ERRORS, compare_forwards
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
-from distill.models.patch.swaps import Mismatch, ModulePattern
+from distill.models.patch.swaps import ModulePattern
+from distill.models.trial import FORWARD_ERRORS, Mismatch, compare_forwards
 
 
 def fusable_form(module: Any) -> str | None:

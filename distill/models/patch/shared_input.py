@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from distill_kernels.matmul.shared_input import shared_linear
-from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
+from distill_kernels.matmul.siblings import SiblingOutputs, sibling_groups
 from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
@@ -82,14 +82,10 @@ def _is_ours(layer: nn.Module) -> bool:
 
 def siblings_of(module: nn.Module) -> SharedInput | None:
     """Return the sibling projections of a module that may be computed as one: plain linear layers."""
-    for names in SIBLINGS:
-        layers: dict[str, Any] = {
-            name: layer for name in names if isinstance(layer := getattr(module, name, None), nn.Module)
-        }
-        if len(layers) < len(names):
-            continue
+    children: dict[str, Any] = {name: layer for name, layer in module._modules.items() if layer is not None}
+    for layers in sibling_groups(children):
         group = SharedInput(layers)
-        if group.fits() and isinstance(module.forward, types.MethodType):
+        if len(layers) > 1 and group.fits() and isinstance(module.forward, types.MethodType):
             return group
     return None
 

@@ -20,19 +20,13 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from distill.models.head import unwrap_peft
+from distill.models.trial import Mismatch
 
 Role = Literal["teacher", "student"]
 SWAPPED = "_distill_swapped"  # of a bare model: its swaps, each with a module, in the order in which they were made
 FORWARDS = "_distill_forwards"  # of a module: the forwards that ours took the place of; None for its class's
 OTHER = ""  # reason of a swap for a module that is not of its kind
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of a norm's epsilon
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Reason why a replacement is not used."""
-
-    reason: str
 
 
 @dataclass

@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
-from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs, compute_dtype
+from distill_kernels.matmul.siblings import SiblingOutputs, compute_dtype, sibling_groups
 from torch import nn
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
 from distill.models.layers import find_layers
 from distill.models.names import SEPARATE_GATED
-from distill.models.patch.forward_comparison import is_close
 from distill.models.patch.shared_input import FP8_GROUP
 from distill.models.patch.swaps import (
     OTHER,
-    Mismatch,
     ModulePattern,
     PatchReport,
     Swap,
@@ -32,6 +30,7 @@ from distill.models.patch.swaps import (
     replace_forward,
     restore_forward,
 )
+from distill.models.trial import Mismatch, is_close
 
 GAINS_FROM = 512  # N K / (N + K)
 
@@ -87,22 +86,13 @@ class _Fp8Linears(Swap):
 
 def _groups(layer: nn.Module) -> Iterator[list[nn.Linear]]:
     """The linear layers of a decoder layer; those that read the same input together."""
-    siblings = {names[0]: names for names in SIBLINGS}
     for path, parent in layer.named_modules():
         if "lora_" in path:
             continue
-        seen: set[str] = set()
-        for name in [name for name, _ in parent.named_children() if name != "base_layer"]:
-            names = siblings.get(name, (name,))
-            group = [linear for other in names if (linear := _linear(getattr(parent, other, None))) is not None]
-            if name in seen or not group:
-                continue
-            if len(group) < len(names):
-                group = [linear for linear in [_linear(getattr(parent, name))] if linear is not None]
-                names = (name,)
-            seen.update(names)
-            if group:
-                yield group
+        fitting = {name: _linear(child) for name, child in parent.named_children() if name != "base_layer"}
+        linears = {name: linear for name, linear in fitting.items() if linear is not None}
+        for group in sibling_groups(linears):
+            yield list(group.values())
 
 
 def _linear(module: nn.Module | None) -> nn.Linear | None:

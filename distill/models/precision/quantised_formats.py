@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from distill_kernels.matmul.siblings import SIBLINGS
 from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
 from distill_kernels.quantisation.number_format import NumberFormat
 from safetensors import safe_open
@@ -20,13 +21,11 @@ from distill.core.tensor_files import write_tensors
 from distill.models.head import find_head, unwrap_peft
 from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
-from distill.models.names import QKV, SEPARATE_GATED
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
 
 FORMAT_FILE = "quantised.json"  # in a folder of weights: the format of each
 SCALES_FILE = "quantised_scales.safetensors"  # in a folder of weights: the scales of each, as the file holds them
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")  # linear layers that servers keep in 16 bits
-JOINED = (QKV, SEPARATE_GATED[:2])  # linear layers that vLLM joins
 CODES_FILE = "quantised_codes.safetensors"  # beside an adapter, whose folder has no weights: the codes of each weight
 
 
@@ -195,10 +194,10 @@ def _require_finite(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_joined(prefix: str, linears: Iterable[str], by_name: Mapping[str, str]) -> None:
-    """Raise where layers that vLLM joins into one have several formats."""
+    """Raise where layers that read the same input, which vLLM joins into one, have several formats."""
     for name in linears:
         parent, _, last = name.rpartition(".")
-        siblings = next((joined for joined in JOINED if joined[0] == last), ())
+        siblings = next((names for names in SIBLINGS if names[0] == last), ())
         found = {each: by_name.get(f"{prefix}.{parent}.{each}.weight", "keep") for each in siblings}
         if len(set(found.values())) > 1:
             each = ", ".join(f"{form} for {name}" for name, form in found.items())

@@ -32,6 +32,7 @@ from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
 from distill.models.prune.pruning import cut_layers, trial_ids
 from distill.models.prune.width_layout import Axis, WidthLayout, entries, mlp_of
 from distill.models.prune.widths import Widths
+from distill.models.trial import EMBEDDING
 from distill.recipe.from_teacher import COLUMN_AXES
 
 
@@ -173,7 +174,7 @@ def embedding_scale(model: nn.Module) -> float | None:
     if given.shape != plain.shape:
         return None
     scale = (given * plain).sum() / (plain * plain).sum().clamp_min(1e-30)
-    close = (given - scale * plain).norm() <= 2e-2 * given.norm()
+    close = (given - scale * plain).norm() <= EMBEDDING * given.norm()
     return float(scale) if close else None
 
 

@@ -27,13 +27,13 @@ from distill.models.prune.pruning import cut_config, trial_ids
 from distill.models.prune.width_layout import Axis, Order, WidthLayout, WidthProbe
 from distill.models.prune.widths import Widths, widths_of, with_widths, without_layers
 from distill.models.routing import routing_of
+from distill.models.trial import CUT_WEIGHTS, relative_error
 from distill.recipe.from_teacher import COLUMN_AXES
 
 LAYERS = 4
 # of a small model, on each axis of columns
 COLUMNS = 48
 KEPT = 32
-TOLERANCE = 1e-3  # relative, of float32
 EPSILON = 1e-12  # of the small models' norms, whose own epsilons a cut does not scale
 ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
 _proven: dict[tuple[str, str, tuple[str, ...]], WidthLayout | str] = {}
@@ -90,7 +90,7 @@ def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> WidthLayout:
                 f"student.from_teacher: a small {type(config).__name__} cannot be cut along {', '.join(axes)}: "
                 f"{type(fault).__name__}: {first_line(fault)}"
             ) from fault
-        if error <= TOLERANCE:
+        if error <= CUT_WEIGHTS:
             return layout
         tried.append(f"{error:.2g}")
     compared = "no token routed there" if list(axes) == ["experts"] else "zeros there"
@@ -176,7 +176,7 @@ def _error_of_small(small: PreTrainedConfig, axes: Collection[Axis], layout: Wid
                     around.enter_context(MaskedRouters(model, layout, dropped))
                 around.enter_context(expert_statistics(model, layout, "l2"))
                 expected = model(input_ids=ids, use_cache=False).logits.double()
-    return float((got - expected).norm() / expected.norm())
+    return relative_error(got, expected)
 
 
 @torch.no_grad()

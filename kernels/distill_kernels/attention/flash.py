@@ -20,6 +20,8 @@ Symbols: `B` batch, `H` query heads, `Hkv` key heads (H a multiple), `T` positio
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from distill_kernels.attention.flash_backward import backward_on_triton
@@ -50,9 +52,20 @@ from distill_kernels.attention.split_kv import (
     part_of_tiles,
     store_part,
 )
+from distill_kernels.constants import LN_2, LOWEST
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, launch, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
+
+
+class ForwardSizes(NamedTuple):
+    """Sizes of a forward launch; `group` query heads share a key head."""
+
+    batches: int
+    heads: int
+    group: int
+    queries: int
+    keys: int
 
 
 @triton.jit
@@ -64,18 +77,10 @@ def _forward_kernel(
     lse_ptr,
     ranges_ptr,
     sinks_ptr,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    batches,
-    heads,
-    group,
-    queries,
-    keys,
+    out_strides,
+    sizes,
     window,
-    score_scale,
-    cap,
-    cap_rate,
+    score_factors,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,22 +94,32 @@ def _forward_kernel(
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute one tile of queries of one head over all of its keys; if SPLIT, over one part of them (split_kv.py)."""
+    """Compute one tile of queries of one head over all of its keys; if SPLIT, over one part of them (split_kv.py).
+
+    q_tiles, k_tiles, v_tiles: of `tiles_of`. out_strides: of batch entries, heads, positions. sizes: `ForwardSizes`.
+    score_factors: of `ScoreSettings`. LEFT: intervals have a beginning (a window, documents); SPLIT, PACKED, SOFTCAP,
+    SINKS: see `ScoreSettings` and split_kv.py.
+    """
+    stride_ob, stride_oh, stride_om = out_strides
+    heads = sizes.heads
+    queries = sizes.queries
+    score_scale, cap, cap_rate = score_factors
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // group
+    kv_head = head // sizes.group
     m = tile * BLOCK_M
     row = m + tl.arange(0, BLOCK_M)
+    interval_sizes = sizes.batches, queries, sizes.keys
     start, full_begin, full_end, end, low, high = key_tiles(
-        m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
+        m, row, batch, ranges_ptr, interval_sizes, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
     # a part of the keys: its maximum, sum and output are merged afterwards (merge_parts)
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
-    m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         largest, total = initial_softmax_state(sinks_ptr, head)
@@ -142,7 +157,7 @@ def _forward_kernel(
         # A query that sees no key gives zeros and lse = -inf, not NaN: its l_i stayed 0 because m_i began finite.
         empty = l_i == 0
         acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
-        lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
+        lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
         tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * queries + row, lse, mask=row < queries)
         column = tl.arange(0, BLOCK_D)
         at = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
@@ -191,7 +206,9 @@ def forward_on_triton(
     k = aligned(k, "k")
     v = aligned(v, "v")
     sinks = contiguous_rows(masking.sinks)
-    tensors = (
+    launch(
+        _forward_kernel,
+        (tiles, batches * heads, parts),
         tiles_of(q, tile.queries, block_d, tma),
         tiles_of(k, tile.keys, block_d, tma),
         tiles_of(v, tile.keys, block_d, tma),
@@ -199,37 +216,22 @@ def forward_on_triton(
         weights,
         ranges,
         lse if sinks is None else sinks,
-    )
-    numbers = (
-        *out.stride()[:3],
-        batches,
-        heads,
-        heads // kv_heads,
-        queries,
-        keys,
+        out.stride()[:3],
+        ForwardSizes(batches=batches, heads=heads, group=heads // kv_heads, queries=queries, keys=keys),
         UNBOUNDED if masking.window is None else masking.window,
-        *masking.score_factors,
-    )
-    constants = (
-        size,
-        block_d,
-        tile.queries,
-        tile.keys,
-        masking.causal,
-        masking.packed or masking.window is not None,
-        masking.packed,
-        masking.softcap is not None,
-        sinks is not None,
-        dot_precision(q.dtype),
-        parts > 1,
-        tma,
-    )
-    launch(
-        _forward_kernel,
-        (tiles, batches * heads, parts),
-        *tensors,
-        *numbers,
-        *constants,
+        masking.score_factors,
+        HEAD_DIM=size,
+        BLOCK_D=block_d,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        CAUSAL=masking.causal,
+        LEFT=masking.packed or masking.window is not None,
+        PACKED=masking.packed,
+        SOFTCAP=masking.softcap is not None,
+        SINKS=sinks is not None,
+        PRECISION=dot_precision(q.dtype),
+        SPLIT=parts > 1,
+        TMA=tma,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -17,10 +17,11 @@ Bytes: q, k, v, out, dout, lse read, dq, dk, dv written, 8 B H T of row terms be
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
-from distill_kernels.attention.key_gradient import _key_gradient_kernel
+from distill_kernels.attention.key_gradient import KeyGradientSizes, _key_gradient_kernel
 from distill_kernels.attention.operands import (
     ScoreSettings,
     Tiles,
@@ -45,6 +46,7 @@ from distill_kernels.attention.split_kv import (
     part_of_tiles,
     store_sums,
 )
+from distill_kernels.constants import LOG2_E
 from distill_kernels.launch import INTERPRETER, cdiv, device_facts, launch, tl, triton
 from distill_kernels.operands import contiguous_rows
 
@@ -59,15 +61,9 @@ def _row_terms_kernel(
     terms_ptr,
     sinks_ptr,
     sums_ptr,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_gb,
-    stride_gh,
-    stride_gm,
-    heads,
-    queries,
-    padded_rows,
+    out_strides,
+    dout_strides,
+    sizes,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -75,8 +71,12 @@ def _row_terms_kernel(
 ):
     """terms[0] = lse to base 2, terms[1] = delta, both [B * H, padded]; padding rows get p = exp2(s - inf) = 0.
 
-    With SINKS also these rows' sum of the sinks' gradients, [B * H, programs].
+    With SINKS also these rows' sum of the sinks' gradients, [B * H, programs]. Strides are of batch entries, heads,
+    positions. sizes: query heads, queries, rows of `terms`.
     """
+    stride_ob, stride_oh, stride_om = out_strides
+    stride_gb, stride_gh, stride_gm = dout_strides
+    heads, queries, padded_rows = sizes
     batch_head = tl.program_id(1).to(tl.int64)
     batch = batch_head // heads
     head = batch_head % heads
@@ -86,17 +86,31 @@ def _row_terms_kernel(
     row_64 = row[:, None].to(tl.int64)
     out_at = out_ptr + batch * stride_ob + head * stride_oh + row_64 * stride_om + column[None, :]
     dout_at = dout_ptr + batch * stride_gb + head * stride_gh + row_64 * stride_gm + column[None, :]
+    # [BLOCK_M, BLOCK_D], multiplied and summed in fp32: delta is subtracted from dP, which is about as large
     out = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_at, mask=inside, other=0.0).to(tl.float32)
+    # Padding rows get lse = +inf: p = exp2(s - inf) = 0 there, and the tiles of the gradients need no mask for rows.
     lse = tl.load(lse_ptr + batch_head * queries + row, mask=row < queries, other=float("inf"))
     terms_at = terms_ptr + batch_head * padded_rows + row
     delta = tl.sum(out * dout, 1)
-    tl.store(terms_at, lse * 1.4426950408889634)
+    tl.store(terms_at, lse * LOG2_E)
     tl.store(terms_at + tl.num_programs(1).to(tl.int64) * padded_rows, delta)
     if SINKS:
+        # A row that sees no key has lse = -inf although its sink is finite: its output is 0, and so is its gradient.
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        p = tl.where(lse == float("-inf"), 0.0, tl.exp2((sink - lse) * 1.4426950408889634))
+        p = tl.where(lse == float("-inf"), 0.0, tl.exp2((sink - lse) * LOG2_E))
         tl.store(sums_ptr + batch_head * tl.num_programs(0) + tl.program_id(0), -tl.sum(p * delta, 0))
+
+
+class QueryGradientSizes(NamedTuple):
+    """Sizes of a launch; `group` query heads share a key head, `padded_rows` of lse and delta belong to each head."""
+
+    batches: int
+    heads: int
+    group: int
+    queries: int
+    padded_rows: int
+    keys: int
 
 
 @triton.jit
@@ -109,20 +123,11 @@ def _query_gradient_kernel(
     lse_ptr,
     delta_ptr,
     ranges_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    batches,
-    heads,
-    group,
-    queries,
-    padded_rows,
-    keys,
+    dq_strides,
+    sizes,
     window,
     scale,
-    score_scale,
-    cap,
-    cap_rate,
+    score_factors,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -135,20 +140,31 @@ def _query_gradient_kernel(
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
 ):
+    """Compute dq of one tile of queries of one head; if SPLIT, the sum over one part of its keys (split_kv.py).
+
+    sizes: `QueryGradientSizes`. Other arguments are those of the forward kernel (flash.py).
+    """
+    stride_qb, stride_qh, stride_qm = dq_strides
+    heads = sizes.heads
+    queries = sizes.queries
+    score_scale, cap, cap_rate = score_factors
+    # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // group
+    kv_head = head // sizes.group
     m = tile * BLOCK_M
     row = m + tl.arange(0, BLOCK_M)
+    interval_sizes = sizes.batches, queries, sizes.keys
     start, full_begin, full_end, end, low, high = key_tiles(
-        m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
+        m, row, batch, ranges_ptr, interval_sizes, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
     dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
-    at = tl.program_id(1).to(tl.int64) * padded_rows + row
+    # Rows are padded to whole tiles, so that these loads need no mask.
+    at = tl.program_id(1).to(tl.int64) * sizes.padded_rows + row
     lse = tl.load(lse_ptr + at)
     delta = tl.load(delta_ptr + at)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -157,13 +173,16 @@ def _query_gradient_kernel(
         k = load_tile(k_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+        # dP needs no scores: its product can run while their exponentials are computed
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         if SOFTCAP:
             s, tanh = softcapped(s, cap_rate, cap)
+        # lse is kept to base 2: P comes back exactly as the forward pass normalised it.
         p = tl.exp2(s * score_scale - lse[:, None])
         if (n < full_begin) | (n >= full_end):
             column = n + tl.arange(0, BLOCK_N)
             p = tl.where((column[None, :] >= low[:, None]) & (column[None, :] < high[:, None]), p, 0.0)
+        # dS = P * (dP - delta), rounded to the operands' dtype for the tensor cores; the sum stays in fp32
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * (1 - tanh * tanh)
@@ -174,6 +193,7 @@ def _query_gradient_kernel(
         column = tl.arange(0, BLOCK_D)
         dq_at = dq_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
         dq_at = dq_at + row[:, None].to(tl.int64) * stride_qm + column[None, :]
+        # the scale of the scores is applied once, to the finished sum
         stored = (row < queries)[:, None] & (column < HEAD_DIM)[None, :]
         tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=stored)
 
@@ -233,15 +253,13 @@ def backward_on_triton(
         terms,
         lse if sinks is None else sinks,
         terms if sink_sums is None else sink_sums,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        heads,
-        queries,
-        padded_rows,
-        size,
-        block_d,
-        block_m,
-        sinks is not None,
+        out.stride()[:3],
+        dout.stride()[:3],
+        (heads, queries, padded_rows),
+        HEAD_DIM=size,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        SINKS=sinks is not None,
     )
     window = UNBOUNDED if masking.window is None else masking.window
     ranges = key_ranges = lse
@@ -252,7 +270,14 @@ def backward_on_triton(
         key_ranges = packed_ranges(*both, batches * keys, causal, masking.window, from_keys=True)
     scale = float(masking.scale)
     intervals = masking.packed or masking.window is not None
-    constants = (masking.causal, intervals, masking.packed, masking.softcap is not None, dot_precision(q.dtype))
+    constants = {
+        "HEAD_DIM": size,
+        "BLOCK_D": block_d,
+        "CAUSAL": masking.causal,
+        "PACKED": masking.packed,
+        "SOFTCAP": masking.softcap is not None,
+        "PRECISION": dot_precision(q.dtype),
+    }
     tma = uses_tma(facts, key_tile)
     tiles = cdiv(keys, key_tile.keys)
     seen = max_keys(key_tile.keys, queries, masking.causal, masking.window)
@@ -273,25 +298,26 @@ def backward_on_triton(
         terms[1],
         key_ranges,
         ranges,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        batches,
-        heads,
-        kv_heads,
-        heads // kv_heads,
-        queries,
-        padded_rows,
-        keys,
+        dk.stride()[:3],
+        dv.stride()[:3],
+        KeyGradientSizes(
+            batches=batches,
+            heads=heads,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            queries=queries,
+            padded_rows=padded_rows,
+            keys=keys,
+        ),
         window,
         scale,
-        *masking.score_factors,
-        size,
-        block_d,
-        key_tile.queries,
-        key_tile.keys,
-        *constants,
-        parts > 1,
-        tma,
+        masking.score_factors,
+        BLOCK_M=key_tile.queries,
+        BLOCK_N=key_tile.keys,
+        RIGHT=intervals,
+        SPLIT=parts > 1,
+        TMA=tma,
+        **constants,
         num_warps=key_tile.warps,
         num_stages=key_tile.stages,
     )
@@ -313,23 +339,24 @@ def backward_on_triton(
         terms[0],
         terms[1],
         ranges,
-        *dq.stride()[:3],
-        batches,
-        heads,
-        heads // kv_heads,
-        queries,
-        padded_rows,
-        keys,
+        dq.stride()[:3],
+        QueryGradientSizes(
+            batches=batches,
+            heads=heads,
+            group=heads // kv_heads,
+            queries=queries,
+            padded_rows=padded_rows,
+            keys=keys,
+        ),
         window,
         scale,
-        *masking.score_factors,
-        size,
-        block_d,
-        tile.queries,
-        tile.keys,
-        *constants,
-        parts > 1,
-        tma,
+        masking.score_factors,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        LEFT=intervals,
+        SPLIT=parts > 1,
+        TMA=tma,
+        **constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

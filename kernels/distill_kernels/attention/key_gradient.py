@@ -5,37 +5,41 @@ The formulas stand in `flash_backward.py`, which launches it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from distill_kernels.attention.operands import load_tile, softcapped
 from distill_kernels.attention.ranges import dense_or_packed_interval
 from distill_kernels.attention.split_kv import part_of_tiles, store_sums
 from distill_kernels.launch import tl, triton
 
 
+class KeyGradientSizes(NamedTuple):
+    """Sizes of a launch; `group` query heads share a key head, `padded_rows` of lse and delta belong to each head."""
+
+    batches: int
+    heads: int
+    kv_heads: int
+    group: int
+    queries: int
+    padded_rows: int
+    keys: int
+
+
 @triton.jit
 def _gather_queries(
-    dk,
-    dv,
-    k,
-    v,
-    q_tiles,
-    dout_tiles,
-    lse_ptr,
-    delta_ptr,
+    sums,
+    key_tile,
+    query_tiles,
+    row_terms,
     ranges_ptr,
     batch,
-    batches,
     head,
-    heads,
     n,
     start,
     end,
-    queries,
-    padded_rows,
-    keys,
+    sizes,
     window,
-    score_scale,
-    cap,
-    cap_rate,
+    score_factors,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -47,13 +51,22 @@ def _gather_queries(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add the share of query tiles [start, end) of one head to dk and dv."""
+    """Add the share of query tiles [start, end) of one head to dk and dv, `sums`, and return them.
+
+    key_tile: k and v at `n`, [BLOCK_N, BLOCK_D]. query_tiles: of `tiles_of` q and dout. row_terms: lse to base 2 and
+    delta.
+    """
+    dk, dv = sums
+    k, v = key_tile
+    q_tiles, dout_tiles = query_tiles
+    lse_ptr, delta_ptr = row_terms
+    score_scale, cap, cap_rate = score_factors
     for m in tl.range(start, end, BLOCK_M):
         m = tl.multiple_of(m, BLOCK_M)
         row = m + tl.arange(0, BLOCK_M)
         # lse and delta are stored with rows padded to whole tiles, so that these loads need no mask; a padded row has
         # lse = +inf and contributes p = 0.
-        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
+        terms_at = (batch.to(tl.int64) * sizes.heads + head) * sizes.padded_rows + row
         q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         lse = tl.load(lse_ptr + terms_at)
         # Scores transposed, keys by queries: dk and dv are then products from the left, P and dS never move.
@@ -65,19 +78,9 @@ def _gather_queries(
         if MASKED:
             # The interval is the query's, as in the forward pass; rows past the end repeat the last query and are
             # already 0.
-            low, high = dense_or_packed_interval(
-                tl.minimum(row, queries - 1),
-                batch,
-                ranges_ptr,
-                queries,
-                batches,
-                keys,
-                keys - queries,
-                window,
-                CAUSAL,
-                PACKED,
-                False,
-            )
+            row = tl.minimum(row, sizes.queries - 1)
+            query_sizes = sizes.batches, sizes.queries, sizes.keys
+            low, high = dense_or_packed_interval(row, batch, ranges_ptr, query_sizes, window, CAUSAL, PACKED, False)
             column = n + tl.arange(0, BLOCK_N)
             p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
         dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
@@ -106,24 +109,12 @@ def _key_gradient_kernel(
     delta_ptr,
     key_ranges_ptr,
     ranges_ptr,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    batches,
-    heads,
-    kv_heads,
-    group,
-    queries,
-    padded_rows,
-    keys,
+    dk_strides,
+    dv_strides,
+    sizes,
     window,
     scale,
-    score_scale,
-    cap,
-    cap_rate,
+    score_factors,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -136,12 +127,20 @@ def _key_gradient_kernel(
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
 ):
+    """Compute dk and dv of one tile of keys of one key head; if SPLIT, the sums over one part of its queries.
+
+    key_ranges, ranges: intervals of queries for each key, and of keys for each query. Strides are of batch entries,
+    heads, positions. RIGHT: intervals of queries have an end (a window, documents).
+    """
+    stride_kb, stride_kh, stride_kn = dk_strides
+    stride_vb, stride_vh, stride_vn = dv_strides
+    keys = sizes.keys
     # the first key tiles of a causal batch are attended by the most queries, and start first
     n = tl.program_id(0) * BLOCK_N
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
+    batch = tl.program_id(1) // sizes.kv_heads
+    kv_head = tl.program_id(1) % sizes.kv_heads
     last_column = tl.minimum(n + BLOCK_N, keys) - 1
-    shift = queries - keys
+    key_sizes = sizes.batches, keys, sizes.queries
     # Which queries see a tile of keys? Key j is seen by the interval [low_j, high_j), and both ends grow with j. So the
     # tile's first key gives where visits start and where full visibility may already end, its last key gives where full
     # visibility starts and where visits end:
@@ -150,11 +149,9 @@ def _key_gradient_kernel(
     #   queries       |--- masked ---|------- no mask --------|--- masked ---|
     #               low of         low of                  high of        high of
     #              first key      last key                first key      last key
-    first_low, first_high = dense_or_packed_interval(
-        n, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
-    )
+    first_low, first_high = dense_or_packed_interval(n, batch, key_ranges_ptr, key_sizes, window, CAUSAL, PACKED, True)
     last_low, last_high = dense_or_packed_interval(
-        last_column, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
+        last_column, batch, key_ranges_ptr, key_sizes, window, CAUSAL, PACKED, True
     )
     # query tiles [start, inside) and [outside, end) cross an interval's end; a partial key tile is all masked
     end = tl.maximum(last_high, 0)
@@ -178,109 +175,31 @@ def _key_gradient_kernel(
     v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # One program adds up all query heads that share this key head: no atomics, and always the same order.
-    for query_head_in_group in range(group):
-        head = kv_head * group + query_head_in_group
-        dk, dv = _gather_queries(
-            dk,
-            dv,
-            k,
-            v,
-            q_tiles,
-            dout_tiles,
-            lse_ptr,
-            delta_ptr,
-            ranges_ptr,
-            batch,
-            batches,
-            head,
-            heads,
-            n,
-            start,
-            inside,
-            queries,
-            padded_rows,
-            keys,
-            window,
-            score_scale,
-            cap,
-            cap_rate,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-            True,
-            CAUSAL,
-            PACKED,
-            SOFTCAP,
-            PRECISION,
-            TMA,
-        )
-        dk, dv = _gather_queries(
-            dk,
-            dv,
-            k,
-            v,
-            q_tiles,
-            dout_tiles,
-            lse_ptr,
-            delta_ptr,
-            ranges_ptr,
-            batch,
-            batches,
-            head,
-            heads,
-            n,
-            inside,
-            outside,
-            queries,
-            padded_rows,
-            keys,
-            window,
-            score_scale,
-            cap,
-            cap_rate,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-            False,
-            CAUSAL,
-            PACKED,
-            SOFTCAP,
-            PRECISION,
-            TMA,
-        )
-        if RIGHT:
+    # One program adds up all query heads that share this key head: no atomics, and always the same order. Masked tiles
+    # stand apart from the others, so that those compare no indices.
+    bounds = start, inside, outside, end
+    for query_head_in_group in range(sizes.group):
+        head = kv_head * sizes.group + query_head_in_group
+        for section in tl.static_range(3 if RIGHT else 2):
             dk, dv = _gather_queries(
-                dk,
-                dv,
-                k,
-                v,
-                q_tiles,
-                dout_tiles,
-                lse_ptr,
-                delta_ptr,
+                (dk, dv),
+                (k, v),
+                (q_tiles, dout_tiles),
+                (lse_ptr, delta_ptr),
                 ranges_ptr,
                 batch,
-                batches,
                 head,
-                heads,
                 n,
-                outside,
-                end,
-                queries,
-                padded_rows,
-                keys,
+                bounds[section],
+                bounds[section + 1],
+                sizes,
                 window,
-                score_scale,
-                cap,
-                cap_rate,
+                score_factors,
                 HEAD_DIM,
                 BLOCK_D,
                 BLOCK_M,
                 BLOCK_N,
-                True,
+                section != 1,
                 CAUSAL,
                 PACKED,
                 SOFTCAP,

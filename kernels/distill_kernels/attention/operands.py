@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import typing
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from distill_kernels.constants import LOG2_E, LOWEST
 from distill_kernels.launch import (
     INTERPRETER,
     MAX_CACHED_LAUNCHES,
@@ -53,7 +55,7 @@ class ScoreSettings(NamedTuple):
     @property
     def score_factors(self) -> tuple[float, float, float]:
         """Factor to base-2 exponents, cap and rate inside the tanh, for the kernels; both are 1 without a cap."""
-        log2_e = 1.4426950408889634
+        log2_e = math.log2(math.e)
         if self.softcap is None:
             return self.scale * log2_e, 1.0, 1.0
         return log2_e, float(self.softcap), self.scale / self.softcap
@@ -286,13 +288,13 @@ def load_tile(
 @triton.jit
 def initial_softmax_state(sinks_ptr, head):
     """Return the initial running maximum and sum, to base 2, of rows of `head` whose softmax has a sink."""
-    sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-    largest = tl.maximum(sink, -1e30)  # finite, also for a sink of -inf, which is none
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+    largest = tl.maximum(sink, LOWEST)  # finite, also for a sink of -inf, which is none
     return largest, tl.exp2(sink - largest)
 
 
 @triton.jit
 def softcapped(scores, rate, cap):
     """Return cap * tanh(scores * rate), and the tanh: by exponentials, accurate to 1e-7 unlike the hardware's tanh."""
-    tanh = 1 - 2 / (1 + tl.exp2(scores * rate * 2.8853900817779268))
+    tanh = 1 - 2 / (1 + tl.exp2(scores * rate * (2 * LOG2_E)))
     return cap * tanh, tanh

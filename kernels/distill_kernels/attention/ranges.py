@@ -88,25 +88,21 @@ def attended_interval(diagonal, first, last, window, CAUSAL: tl.constexpr, FROM_
 
 @triton.jit
 def dense_or_packed_interval(
-    row,
-    batch,
-    ranges_ptr,
-    rows,
-    batches,
-    others,
-    shift,
-    window,
-    CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FROM_KEYS: tl.constexpr,
+    row, batch, ranges_ptr, sizes, window, CAUSAL: tl.constexpr, PACKED: tl.constexpr, FROM_KEYS: tl.constexpr
 ):
-    """Return the interval of `row` (int32 scalar or block) on the other side, in positions of this batch entry."""
+    """Return the interval of `row` (int32 scalar or block) on the other side, in positions of this batch entry.
+
+    sizes: batch entries, positions on the own side, positions on the other.
+    """
+    batches, rows, others = sizes
     if PACKED:
+        # Two planes of flat positions: a batch entry's own begin at 0.
         at = ranges_ptr + batch.to(tl.int64) * rows + row
         low = tl.load(at) - batch * others
         high = tl.load(at + batches * rows) - batch * others
     else:
-        low, high = attended_interval(row + shift, row * 0, row * 0 + others, window, CAUSAL, FROM_KEYS)
+        # The last position sees the last of the other side. `row * 0` gives the bounds the shape of `row`.
+        low, high = attended_interval(row + (others - rows), row * 0, row * 0 + others, window, CAUSAL, FROM_KEYS)
     return low, high
 
 
@@ -116,9 +112,7 @@ def key_tiles(
     row,
     batch,
     ranges_ptr,
-    queries,
-    keys,
-    batches,
+    sizes,
     window,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -128,21 +122,19 @@ def key_tiles(
 ):
     """Return the range of key tiles that the query tile at `m` visits, and each row's interval.
 
-    Tiles [start, inside) and [outside, end) cross an interval's end; [inside, outside) lie within every row's.
-    Without LEFT no interval has a beginning to cross.
+    Tiles [start, full_begin) and [full_end, end) cross an interval's end; [full_begin, full_end) lie within every
+    row's. Without LEFT no interval has a beginning to cross. sizes: batch entries, queries, keys.
     """
+    _, queries, _ = sizes
     last_row = tl.minimum(m + BLOCK_M, queries) - 1
-    shift = keys - queries
-    first_low, first_high = dense_or_packed_interval(
-        m, batch, ranges_ptr, queries, batches, keys, shift, window, CAUSAL, PACKED, False
-    )
-    last_low, last_high = dense_or_packed_interval(
-        last_row, batch, ranges_ptr, queries, batches, keys, shift, window, CAUSAL, PACKED, False
-    )
-    low, high = dense_or_packed_interval(
-        tl.minimum(row, last_row), batch, ranges_ptr, queries, batches, keys, shift, window, CAUSAL, PACKED, False
-    )
+    # Both ends of the intervals grow with the row: the first row's and the last row's bound those of all between.
+    first_low, first_high = dense_or_packed_interval(m, batch, ranges_ptr, sizes, window, CAUSAL, PACKED, False)
+    last_low, last_high = dense_or_packed_interval(last_row, batch, ranges_ptr, sizes, window, CAUSAL, PACKED, False)
+    # Rows past the end repeat the last one, so that packed intervals are not read beyond theirs.
+    row = tl.minimum(row, last_row)
+    low, high = dense_or_packed_interval(row, batch, ranges_ptr, sizes, window, CAUSAL, PACKED, False)
     end = tl.maximum(last_high, 0)
+    # Rounded to tiles of keys: outwards where visits begin, inwards where the comparison is left out.
     if LEFT:
         start = tl.maximum(first_low, 0) // BLOCK_N * BLOCK_N
         full_begin = tl.minimum(tl.cdiv(tl.maximum(last_low, 0), BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
@@ -168,7 +160,8 @@ def _ranges_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # the last document that starts at or before the row, by bisection; empty documents are stepped over
+    # The last document that starts at or before the row, by bisection: `below` always does, `above` never. Empty
+    # documents are stepped over, since the last of several equal starts is found.
     below = tl.zeros([BLOCK], tl.int32)
     above = tl.zeros([BLOCK], tl.int32) + documents
     for _ in range(steps):
@@ -180,6 +173,8 @@ def _ranges_kernel(
     first = tl.load(other_ptr + below).to(tl.int32)
     last = tl.load(other_ptr + below + 1).to(tl.int32)
     low, high = attended_interval(row + last - own_last, first, last, window, CAUSAL, FROM_KEYS)
+    # Positions behind the last document see nothing: an empty interval at the other side's end, so that both ends
+    # still grow with the row.
     outside = row >= tl.load(own_ptr + documents)
     nothing = tl.load(other_ptr + documents).to(tl.int32)
     low = tl.where(outside, nothing, low)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.attention.operands import head_block
+from distill_kernels.constants import LN_2, LOWEST
 from distill_kernels.launch import DeviceFacts, cdiv, launch, next_power_of_2, tl, triton
 
 MERGE_COST_TILES = 3  # cost of the second kernel, in tiles of keys
@@ -83,17 +84,16 @@ def _merge_kernel(
     weights_ptr,
     out_ptr,
     lse_ptr,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    heads,
-    queries,
-    parts,
+    out_strides,
+    sizes,
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    """Add the parts of BLOCK_M rows of one head, weighed by their maxima; sizes: query heads, queries, parts."""
+    stride_ob, stride_oh, stride_om = out_strides
+    heads, queries, parts = sizes
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -102,22 +102,24 @@ def _merge_kernel(
     cells = held[:, None] & (column < HEAD_DIM)[None, :]
     rows = tl.num_programs(1).to(tl.int64) * queries
     first = tl.program_id(1).to(tl.int64) * queries + row
-    m = tl.full([BLOCK_M], -1e30, tl.float32)
+    # The maxima first, then the sums relative to their largest: two passes over a few KiB that lie in L2.
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
     for part in tl.static_range(PARTS):
         inside = held & (part < parts)
-        m = tl.maximum(m, tl.load(weights_ptr + part * rows + first, mask=inside, other=-1e30))
+        m = tl.maximum(m, tl.load(weights_ptr + part * rows + first, mask=inside, other=LOWEST))
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.static_range(PARTS):
         inside = held & (part < parts)
         at = part * rows + first
-        weight = tl.exp2(tl.load(weights_ptr + at, mask=inside, other=-1e30) - m)
+        # A part that saw no key has m_c = LOWEST: its weight is 0, or its l_c is where no part saw one.
+        weight = tl.exp2(tl.load(weights_ptr + at, mask=inside, other=LOWEST) - m)
         total += weight * tl.load(weights_ptr + parts * rows + at, mask=inside, other=0.0)
         sums = tl.load(sums_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=cells & (part < parts), other=0.0)
         acc += weight[:, None] * sums
     empty = total == 0
     acc = acc * (1 / tl.where(empty, 1.0, total))[:, None]
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(total)) * LN_2)
     tl.store(lse_ptr + first, lse, mask=held)
     out_at = out_ptr + batch * stride_ob + head * stride_oh + row[:, None].to(tl.int64) * stride_om + column[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=cells)
@@ -128,19 +130,20 @@ def _add_kernel(
     sums_ptr,
     out_ptr,
     other_ptr,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    heads,
-    positions,
-    parts,
+    out_strides,
+    sizes,
     scale,
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Sum the first parts, times `scale`, into `out`; program_id(2) = 1 sums as many further parts into `other`."""
+    """Sum the first parts, times `scale`, into `out`; program_id(2) = 1 sums as many further parts into `other`.
+
+    out_strides: of batch entries, heads, positions, of `other` too. sizes: heads, positions, parts.
+    """
+    stride_ob, stride_oh, stride_om = out_strides
+    heads, positions, parts = sizes
     if tl.program_id(2) == 1:
         out_ptr = other_ptr
         scale = 1.0
@@ -151,6 +154,8 @@ def _add_kernel(
     cells = (row < positions)[:, None] & (column < HEAD_DIM)[None, :]
     rows = tl.num_programs(1).to(tl.int64) * positions
     first = tl.program_id(1).to(tl.int64) * positions + row
+    # In the order of the parts, [BLOCK_M, BLOCK_D] each: equal bits from run to run. PARTS is a power of two, so that
+    # few kernels are compiled; parts that do not exist are not loaded.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.static_range(PARTS):
         at = sums_ptr + ((tl.program_id(2) * parts + part) * rows + first)[:, None] * HEAD_DIM + column[None, :]
@@ -171,7 +176,8 @@ def new_weights(parts: int, like: torch.Tensor) -> torch.Tensor:
 def merge_parts(sums: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill `out`, [B, H, T, D] of any strides, and `lse`, [B, H, T], from the parts."""
     grid, constants = _rows_at_a_time(len(sums), out)
-    launch(_merge_kernel, grid, sums, weights, out, lse, *out.stride()[:3], *out.shape[1:3], len(sums), **constants)
+    sizes = (*out.shape[1:3], len(sums))
+    launch(_merge_kernel, grid, sums, weights, out, lse, out.stride()[:3], sizes, **constants)
 
 
 def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.Tensor | None = None) -> None:
@@ -182,9 +188,8 @@ def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.
     tensors, other = (1, out) if other is None else (2, other)
     parts = len(sums) // tensors
     grid, constants = _rows_at_a_time(parts, out)
-    launch(
-        _add_kernel, (*grid, tensors), sums, out, other, *out.stride()[:3], *out.shape[1:3], parts, scale, **constants
-    )
+    sizes = (*out.shape[1:3], parts)
+    launch(_add_kernel, (*grid, tensors), sums, out, other, out.stride()[:3], sizes, scale, **constants)
 
 
 def _rows_at_a_time(parts: int, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:

@@ -14,17 +14,20 @@ are. Symbols: `B` sequences, `H` query heads, `Hkv` key heads, `G = H / Hkv`, `D
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
+from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.constants import LOWEST
+from distill_kernels.decoding.cached_attention import reference_decode_attention
 from distill_kernels.decoding.common import Scratch, dependent_launch_options, prefetch, wait_for_previous_kernel
 from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
-from distill_kernels.primitives.decode import reference_decode_attention
 
 
 class AttentionSpec(NamedTuple):
@@ -201,7 +204,7 @@ def _attention_kernel(
     in_column = c % BLOCK_HALF < HALF
     # Finite, not -inf: a row that has seen nothing yet would make -inf less -inf. Scores are to base 2, log2(e) being
     # in their factor.
-    m_i = tl.full((ROWS,), -1e30, tl.float32)
+    m_i = tl.full((ROWS,), LOWEST, tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     # The new key is one chunk's alone, and starts its softmax: weight exp2(0) = 1, its value as the sum. It is stored
@@ -250,21 +253,16 @@ def _attention_kernel(
         # Behind the parts of all B Hkv heads, in the same buffer.
         lse_ptr = parts_ptr + tl.num_programs(1).to(tl.int64) * (GROUP * CHUNKS * COLUMNS)
         part = (pair.to(tl.int64) * GROUP + row) * CHUNKS + chunk
-        tl.store(lse_ptr + part, tl.where(l_i == 0, -1e30, m_i + tl.log2(whole)), mask=in_group)
+        tl.store(lse_ptr + part, tl.where(l_i == 0, LOWEST, m_i + tl.log2(whole)), mask=in_group)
         tl.store(parts_ptr + part[:, None] * COLUMNS + c[None, :], acc, mask=in_group[:, None])
-        tl.debug_barrier()  # all threads' parts before the one that counts
-        if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == CHUNKS - 1:
-            # All chunks have counted, so that nobody else touches the counter in this launch; the next one finds it at
-            # 0.
-            tl.store(counters_ptr + pair, 0)
+        if last_to_arrive(counters_ptr, pair, CHUNKS):
             other = tl.arange(0, AT_ONCE)
             there = other < CHUNKS
             # A query head at a time, its chunks the rows of one tile; the order is fixed, so the bits are the same
             # every time.
             for g in tl.static_range(GROUP):
                 of_head = (pair.to(tl.int64) * GROUP + g) * CHUNKS + other
-                # From L2: L1 of this multiprocessor may hold an earlier layer's parts at the same addresses.
-                lse = tl.load(lse_ptr + of_head, mask=there, other=-1e30, cache_modifier=".cg")
+                lse = tl.load(lse_ptr + of_head, mask=there, other=LOWEST, cache_modifier=".cg")
                 weight = tl.where(there, tl.exp2(lse - tl.max(lse, 0)), 0.0)
                 at = parts_ptr + of_head[:, None] * COLUMNS + c[None, :]
                 of_chunks = tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
@@ -311,7 +309,7 @@ def decode_step_attention(
         out.stride(0),
         cached.keys.shape[1],
         UNBOUNDED if shape.window is None else shape.window,
-        shape.scale * 1.4426950408889634,
+        shape.scale * math.log2(math.e),
         shape.eps,
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,

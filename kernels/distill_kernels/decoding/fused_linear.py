@@ -8,8 +8,8 @@ x [M, K] is the residual stream, M <= 128 rows. Bytes: the weights, and for each
 of the L2 cache. Rounding: as transformers' modules, every product and the sum with the residual are rounded to their
 dtype; of a norm x times its weight is, once, and 1 / rms multiplies fp32 sums, where modules round the normed row too.
 
-With `splits` > 1 the inner dimension is cut, and the last program of a tile adds the parts in their order, as in
-`primitives/split_k.py`: no atomics on results, the same bits every time.
+With `splits` > 1 the inner dimension is cut, and the last program of a tile adds the parts in their order
+(`arrivals.py`): no atomics on results, the same bits every time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.decoding.common import (
     Scratch,
     Stream,
@@ -196,16 +197,10 @@ def _product_kernel(
         tl.store(tile_ptr + split * WIDTH + cells, total)
         if GATED:
             tl.store(tile_ptr + split * WIDTH + PLANE + cells, total_up)
-        tl.debug_barrier()  # all threads' parts before the one that counts
-        # Release: this part is visible before the count. Acquire: the program that counts last sees every other part.
-        done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        done = last_to_arrive(counters_ptr, tile, SPLITS)
         if done:
-            # All splits have counted, so that nobody else touches the counter in this launch; the next one finds it at
-            # 0.
-            tl.store(counters_ptr + tile, 0)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            # In the order of the splits, whoever came last, its own part read back too: the same bits every time. From
-            # L2, since L1 may hold an older launch's lines.
+            # In the order of the splits, whoever came last, its own part read back too: the same bits every time.
             for other in tl.static_range(SPLITS):
                 total += tl.load(tile_ptr + other * WIDTH + cells, cache_modifier=".cg")
             if GATED:

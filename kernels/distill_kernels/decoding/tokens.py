@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from distill_kernels.constants import LOWEST
 from distill_kernels.decoding.common import (
     Stream,
     dependent_launch_options,
@@ -161,7 +162,7 @@ def _scores_kernel(
     # For log p, which is at T = 1 and without noise. A tile of nothing but -inf has sum 0: the clamp keeps -inf less
     # -inf out.
     high = tl.max(z, 1)
-    total = tl.sum(tl.exp(z - tl.maximum(high, -1e30)[:, None]), 1)
+    total = tl.sum(tl.exp(z - tl.maximum(high, LOWEST)[:, None]), 1)
     score = z
     if not GREEDY:
         seed = tl.load(seeds_ptr + m, mask=m < M, other=0)

@@ -15,19 +15,20 @@ serves the derivative too. Where the result is rounded to 16 bits, P of degree 5
 
 from __future__ import annotations
 
+from distill_kernels.constants import LOG2_E
 from distill_kernels.launch import tl, triton
 from distill_kernels.layers.fast_math import exp2, reciprocal
 
 
 @triton.jit
 def _sigmoid(x):
-    return reciprocal(1.0 + exp2(x * -1.4426950408889634))
+    return reciprocal(1.0 + exp2(x * -LOG2_E))
 
 
 @triton.jit
 def _normal_tail(x, LOW_PRECISION: tl.constexpr):
     # returns Phi(-|x|) and e^(-x^2/2)
-    bell = exp2(x * x * -0.7213475204444817)
+    bell = exp2(x * x * (-LOG2_E / 2))
     if LOW_PRECISION:
         t = reciprocal(1.0 + 0.325 * tl.abs(x))
         p = 0.121385622 - 0.0631756439 * t

@@ -48,7 +48,7 @@ def reference_relation_divergence(
 
 @triton.jit
 def _scores(model, row, head, i, j, length, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    # z of the tokens i and j, fp32 [TILE, TILE]
+    # z of the tokens i and j, fp32 [TILE, TILE]. model: pointer, strides of rows, heads and tokens, 1 / sqrt(d)
     ptr, row_stride, head_stride, stride, scale = model
     ptr += row * row_stride + head * head_stride
     z = tl.zeros([TILE, TILE], tl.float32)
@@ -56,6 +56,7 @@ def _scores(model, row, head, i, j, length, WIDTH: tl.constexpr, TILE: tl.conste
         d = start + tl.arange(0, 64)
         own = tl.load(ptr + i[:, None] * stride + d[None, :], mask=(i < length)[:, None] & (d < WIDTH), other=0.0)
         other = tl.load(ptr + j[:, None] * stride + d[None, :], mask=(j < length)[:, None] & (d < WIDTH), other=0.0)
+        # "ieee": fp32 states are multiplied in fp32, not in tf32
         z = tl.dot(own, other.T, z, input_precision="ieee")
     return z * scale
 
@@ -74,6 +75,7 @@ def _sees(i, j, documents_ptr, length, PACKED: tl.constexpr):
 def _add(m, total, z, sees):
     # running maximum and sum of exponentials; the exponentials of z, and the factor of sums so far
     new = tl.maximum(m, tl.max(tl.where(sees, z, float("-inf")), 1))
+    # While a row has seen nothing its maximum is -inf, and -inf less -inf would be NaN: 0 takes its place.
     shift = tl.where(new == float("-inf"), 0.0, new)
     e = tl.where(sees, tl.exp(z - shift[:, None]), 0.0)
     shrink = tl.exp(m - shift)
@@ -102,6 +104,7 @@ def _forward_kernel(
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Compute the divergences of TILE tokens of one head, and keep maxima and sums, [4, B h, S], for the gradient."""
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -109,6 +112,7 @@ def _forward_kernel(
     m_t = tl.full([TILE], float("-inf"), tl.float32)
     total_s = tl.zeros([TILE], tl.float32)
     total_t = tl.zeros([TILE], tl.float32)
+    # Sum of e^(z_t - m_t) (z_t - z_s), rescaled with the teacher's sum as its maximum moves.
     weighted = tl.zeros([TILE], tl.float32)
     for start in range(0, (tl.program_id(0) + 1) * TILE, TILE):
         j = start + tl.arange(0, TILE)
@@ -118,6 +122,8 @@ def _forward_kernel(
         m_s, total_s, _, _ = _add(m_s, total_s, z_s, sees)
         m_t, total_t, e_t, shrink = _add(m_t, total_t, z_t, sees)
         weighted = weighted * shrink + tl.sum(e_t * (z_t - z_s), 1)
+    # KL = sum_j R_t (z_t - z_s) - lse_t + lse_s, the difference of two lse by their maxima and sums. Rows past the end
+    # saw nothing: finite numbers in their place keep NaN out.
     inside = i < length
     m_s = tl.where(inside, m_s, 0.0)
     m_t = tl.where(inside, m_t, 0.0)
@@ -148,6 +154,10 @@ def _backward_kernel(
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Compute OWN columns of the gradient of TILE tokens: relations are symmetric, so that one sum over j has it all.
+
+    Scores of both models are computed again for each of the WIDTHS[0] / OWN programs of a tile.
+    """
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     a_ptr, row_stride, head_stride, stride, scale = student
@@ -167,12 +177,14 @@ def _backward_kernel(
         sees = _sees(i, j, documents_ptr + row * length, length, PACKED)
         z_s = _scores(student, row, head, i, j, length, WIDTHS[0], TILE)
         z_t = _scores(teacher, row, head, i, j, length, WIDTHS[1], TILE)
+        # R is a row's softmax over earlier tokens: of i and j the later one's maximum, sum and upstream gradient count.
         later = j[None, :] <= i[:, None]  # i is the later one
         r_s = tl.exp(tl.where(sees, z_s - tl.where(later, m_si[:, None], m_sj[None, :]), float("-inf")))
         r_t = tl.exp(tl.where(sees, z_t - tl.where(later, m_ti[:, None], m_tj[None, :]), float("-inf")))
         r_s /= tl.where(later, total_si[:, None], total_sj[None, :])
         r_t /= tl.where(later, total_ti[:, None], total_tj[None, :])
         w = (r_s - r_t) * tl.where(later, u_i[:, None], u_j[None, :]) * scale
+        # z_ii = A_i . A_i holds A_i twice
         w = tl.where(i[:, None] == j[None, :], 2 * w, w)
         mask = (j < length)[:, None] & (d < WIDTHS[0])[None, :]
         a = tl.load(a_ptr + j[:, None] * stride + d[None, :], mask=mask, other=0.0)

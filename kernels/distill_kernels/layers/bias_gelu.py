@@ -43,6 +43,7 @@ def _forward_kernel(
     COLUMNS: tl.constexpr,
     POLICY: tl.constexpr,
 ):
+    """Compute a tile of ROWS rows and COLUMNS columns; POLICY: whether x may leave L2 first, to the output's favour."""
     column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS  # not divided by at run time
     rows = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
@@ -74,6 +75,11 @@ def _backward_kernel(
     STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    """Compute dx of a group of rows, for COLUMNS columns, and their sum over these rows, to one row of `partial`.
+
+    column_sums.py adds the groups' sums in a fixed order.
+    """
+    # That kernel may start at once; it waits for this whole grid before it reads a sum.
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS
@@ -88,6 +94,7 @@ def _backward_kernel(
         mask = (rows < last)[:, None] & (cols < N_COLS)[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32) + bias
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # x + bias is computed again, and the activation's derivative with it: nothing but x was kept.
         _, derivative = activate_with_derivative(x, ACTIVATION, dx_ptr.dtype.element_ty.primitive_bitwidth == 16)
         dx = dy * derivative
         if NEED_DBIAS:

@@ -41,9 +41,11 @@ def _column_sums_kernel(
     COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    """Sum COLUMNS columns over all rows; columns from `split` on go to `other`."""
     if DEPENDENT_LAUNCH:  # this kernel started while the partial sums were still being made
         tl.extra.cuda.gdc_wait()
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # ROWS sums a column, each over every ROWS-th row, and those added at the end: the order depends on the sizes alone.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, n_rows, ROWS):
         rows = start + tl.arange(0, ROWS)

@@ -7,11 +7,9 @@ Where there is no PTX, on AMD's GPUs and in Triton's interpreter, they are Trito
 
 from __future__ import annotations
 
-import math
-
+from distill_kernels.constants import LN_2, LOG2_E
 from distill_kernels.launch import HAS_TRITON, tl, triton
 
-LOG2_E = tl.constexpr(math.log2(math.e)) if HAS_TRITON else math.log2(math.e)
 if HAS_TRITON:
     from distill_kernels.launch import has_ptx
 
@@ -37,7 +35,7 @@ def exp(x):
 def log_of_normal(x):
     """Return the natural logarithm of numbers above 1e-38."""
     if has_ptx():
-        return 0.6931471805599453 * tl.inline_asm_elementwise(
+        return LN_2 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
@@ -59,7 +57,7 @@ def reciprocal(x):
 def log(x):
     """Return the natural logarithm, also of subnormal numbers (which softmax produces); 0 gives -inf."""
     if has_ptx():
-        return 0.6931471805599453 * tl.inline_asm_elementwise(
+        return LN_2 * tl.inline_asm_elementwise(
             "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:

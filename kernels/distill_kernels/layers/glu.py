@@ -47,6 +47,8 @@ def _forward_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute BLOCK columns of one row; up lies `up_offset` columns behind its pointer, the gate's where packed."""
+    # Contiguous inputs are one row of all elements, hence int64 for the columns too.
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = cols < n_cols
@@ -80,6 +82,7 @@ def _backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + up_offset + cols, mask=mask, other=0.0).to(tl.float32)
+    # Computed again: kept, g would be written by the forward and read here.
     value, derivative = activate_with_derivative(gate, ACTIVATION)
     tl.store(dgate_ptr + row * out_stride + cols, (dy * up * derivative).to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + row * out_stride + out_offset + cols, (dy * value).to(dup_ptr.dtype.element_ty), mask=mask)

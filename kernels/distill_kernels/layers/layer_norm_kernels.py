@@ -12,13 +12,9 @@ from distill_kernels.layers.row_layout import force_recompute
 @triton.jit
 def _norm_rows(
     x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight,
-    bias,
+    affine_ptrs,
+    outputs,
+    affine,
     rows,
     cols,
     x_stride,
@@ -30,10 +26,19 @@ def _norm_rows(
     STATS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
+    """Normalise and store `rows`; outputs: pointers of y, mean and 1/std.
+
+    affine_ptrs: pointers of weight and bias, which are loaded here; with LOOP they are `affine`, loaded once before.
+    """
+    weight_ptr, bias_ptr = affine_ptrs
+    y_ptr, mean_ptr, rstd_ptr = outputs
+    weight, bias = affine
     mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
     at = x_ptr + rows[:, None] * x_stride + cols[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / H  # [ROWS]
+    # The variance from centred values, in a second sum: the mean of squares less the squared mean would cancel. Lanes
+    # beyond H loaded 0, which is not the mean: they are taken out.
     centred = tl.where((cols < H)[None, :], x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1) / H + eps)
     y = centred * rstd[:, None]
@@ -72,6 +77,8 @@ def _forward_kernel(
     STAGES: tl.constexpr,
 ):
     """ROWS rows a program, or with LOOP every so many, so that weight and bias are read once a program."""
+    affine_ptrs = weight_ptr, bias_ptr
+    outputs = y_ptr, mean_ptr, rstd_ptr
     cols = tl.arange(0, BLOCK_H)
     weight = 0.0
     bias = 0.0
@@ -84,45 +91,37 @@ def _forward_kernel(
             rows = start + tl.arange(0, ROWS).to(tl.int64)
             _norm_rows(
                 x_ptr,
-                weight_ptr,
-                bias_ptr,
-                y_ptr,
-                mean_ptr,
-                rstd_ptr,
-                weight,
-                bias,
+                affine_ptrs,
+                outputs,
+                (weight, bias),
                 rows,
                 cols,
                 x_stride,
                 n_rows,
                 eps,
-                H,
-                HAS_WEIGHT,
-                HAS_BIAS,
-                STATS,
-                LOOP,
+                H=H,
+                HAS_WEIGHT=HAS_WEIGHT,
+                HAS_BIAS=HAS_BIAS,
+                STATS=STATS,
+                LOOP=LOOP,
             )
     else:
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         _norm_rows(
             x_ptr,
-            weight_ptr,
-            bias_ptr,
-            y_ptr,
-            mean_ptr,
-            rstd_ptr,
-            weight,
-            bias,
+            affine_ptrs,
+            outputs,
+            (weight, bias),
             rows,
             cols,
             x_stride,
             n_rows,
             eps,
-            H,
-            HAS_WEIGHT,
-            HAS_BIAS,
-            STATS,
-            LOOP,
+            H=H,
+            HAS_WEIGHT=HAS_WEIGHT,
+            HAS_BIAS=HAS_BIAS,
+            STATS=STATS,
+            LOOP=LOOP,
         )
 
 
@@ -159,11 +158,14 @@ def _backward_kernel(
     Between a row's loads and its dx lie the sums over it, for which all warps wait. Kept in fp32 meanwhile, n and dn
     take twice the registers of the 16 bits that they come from.
     """
+    # The kernel that adds the programs' sums may start at once; it waits for this whole grid before it reads one.
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
+    # The sums over rows stay in registers to the program's end, when one row of partials is written. Where the rows of
+    # a tile lie in different threads each keeps its own until then: adding them would be a barrier in every step.
     kept: tl.constexpr = 1 if SUM_ROWS else ROWS
     dweight = tl.zeros([kept, BLOCK_H], tl.float32)
     dbias = tl.zeros([kept, BLOCK_H], tl.float32)
@@ -201,6 +203,7 @@ def _backward_kernel(
             if BLOCK_H > 4096:
                 normed = (x - mean) * rstd
         if REREAD_FP32 and BLOCK_H <= 4096:
+            # The same dx by x in place of n, which would take registers of its own: n = (x - mean) rstd.
             slope = sum_dn_n * rstd * rstd / H
             dx = dnormed * rstd - (total * rstd / H - mean * slope) - x * slope
         else:
@@ -228,6 +231,7 @@ def _column_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Sums of dw and db over a group of rows, for COLUMNS columns: what `_backward_kernel` has no registers for."""
     column_blocks: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // column_blocks
     cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]

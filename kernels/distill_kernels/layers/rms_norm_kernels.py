@@ -5,6 +5,7 @@ The formulas stand in `rms_norm.py`, which launches them.
 
 from __future__ import annotations
 
+from distill_kernels.constants import E4M3_MAX
 from distill_kernels.launch import tl, triton
 from distill_kernels.layers.row_layout import force_recompute
 
@@ -27,6 +28,7 @@ def _forward_kernel(
     FORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
+    """Normalise ROWS rows of x, or of x + residual, whose sum is stored too; FORM: "llama", "gemma", "none"."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = tl.arange(0, BLOCK_H)  # the weight is loaded as a vector: as a row of one it would set the tile's layout
     at = rows[:, None] * H + cols[None, :]  # [ROWS, BLOCK_H]
@@ -36,19 +38,22 @@ def _forward_kernel(
     if HAS_RESIDUAL:
         sum_dtype = sum_ptr.dtype.element_ty
         residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
+        # The norm is that of the stored, rounded sum, as of modules that hand it on as a tensor.
         rounded = (x + residual.to(tl.float32)).to(sum_dtype)
         tl.store(sum_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
+    # Lanes beyond H are 0 and add nothing to the sum; the mean is over H.
     rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)  # [ROWS]
     y = x * rstd[:, None]
     if FORM == "llama":
+        # the cast before the weight, as LlamaRMSNorm has it; gemma's form rounds once
         weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
         y = y.to(sum_dtype).to(tl.float32) * weight[None, :]
     elif FORM == "gemma":
         y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if y_ptr.dtype.element_ty == tl.float8e4nv:  # matmul/fp8.py: each row's scale takes the place of 1/rms
         y = y.to(sum_dtype).to(tl.float32)
-        rstd = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
+        rstd = tl.maximum(tl.max(tl.abs(y), 1) / E4M3_MAX, 1e-12)
         y /= rstd[:, None]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
@@ -90,7 +95,12 @@ def _backward_kernel(
     STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """REREAD_FP32: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
+    """REREAD_FP32: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm).
+
+    Every program takes each num_programs-th tile of ROWS rows and leaves one row of `partial`, its sum of dy * n, which
+    another kernel adds in a fixed order (column_sums.py). dx_cast: dx in a second dtype, with STORE_CAST.
+    """
+    # That kernel may start at once; it waits for this whole grid before it reads a sum.
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
@@ -110,11 +120,13 @@ def _backward_kernel(
         if NEED_DWEIGHT:
             dweight += dy * normed
         dnormed = _times_weight(dy, weight, FORM)
+        # For this sum all warps of a program wait; x and dy are needed again behind it.
         mean_dn_n = tl.sum(dnormed * normed, 1, keep_dims=True) / H
         if REREAD_FP32:
             normed = force_recompute(x_16_bit, zero).to(tl.float32) * rstd
             dnormed = _times_weight(force_recompute(dy_16_bit, zero).to(tl.float32), weight, FORM)
         dx = (dnormed - normed * mean_dn_n) * rstd
+        # The sum x + residual goes on beside the norm: its own gradient is added before the rounding.
         if HAS_DSUM:
             dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
             dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)

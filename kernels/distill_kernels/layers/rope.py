@@ -41,15 +41,10 @@ def reference_rope(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    y_ptr,
-    x_head_stride,
-    y_head_stride,
+    pointers,
+    head_strides,
     first_head,
-    cos1,
-    cos2,
-    sin1,
-    sin2,
+    angles,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -58,17 +53,25 @@ def _rotate_heads(
     BLOCK_REST: tl.constexpr,
     COPY_REST: tl.constexpr,
 ):
-    # one token: x_ptr and y_ptr point at its first head
+    """Rotate BLOCK_HEADS heads of one token, at whose first head `pointers` (of x and y) are.
+
+    angles: cos1, cos2, sin1, sin2, [1, BLOCK_HALF] each.
+    """
+    x_ptr, y_ptr = pointers
+    x_head_stride, y_head_stride = head_strides
+    cos1, cos2, sin1, sin2 = angles
     heads = first_head + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
     mask = (heads < HEADS) & (dims < HALF)
     x_ptr += heads.to(tl.int64) * x_head_stride
     y_ptr += heads.to(tl.int64) * y_head_stride
+    # Both halves are read before either is written: in place, y is x.
     x1 = tl.load(x_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + HALF + dims, mask=mask, other=0.0).to(tl.float32)
     dtype = y_ptr.dtype.element_ty
     tl.store(y_ptr + dims, (x1 * cos1 - x2 * sin1).to(dtype), mask=mask)
     tl.store(y_ptr + HALF + dims, (x2 * cos2 + x1 * sin2).to(dtype), mask=mask)
+    # dimensions from R on pass through; in place they are there
     if COPY_REST:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         mask = (heads < HEADS) & (rest < DIM)
@@ -83,22 +86,12 @@ def _rope_kernel(
     sin_ptr,
     q_out_ptr,
     k_out_ptr,
-    q_batch_stride,
-    q_head_stride,
-    q_token_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_token_stride,
-    q_out_batch_stride,
-    q_out_head_stride,
-    q_out_token_stride,
-    k_out_batch_stride,
-    k_out_head_stride,
-    k_out_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
-    sin_batch_stride,
-    sin_token_stride,
+    q_strides,
+    k_strides,
+    q_out_strides,
+    k_out_strides,
+    cos_strides,
+    sin_strides,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -110,58 +103,55 @@ def _rope_kernel(
     COPY_REST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
+    """Rotate all heads of one token, which share its cos and sin.
+
+    Strides are of sequences, heads, tokens; those of cos and sin of sequences (0 where all share one), tokens.
+    """
+    # int64: a position times its stride passes 2^31 elements in long batches
     token = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
-    cos_ptr += batch * cos_batch_stride + token * cos_token_stride
-    sin_ptr += batch * sin_batch_stride + token * sin_token_stride
+    cos_ptr += batch * cos_strides[0] + token * cos_strides[1]
+    sin_ptr += batch * sin_strides[0] + token * sin_strides[1]
     cos1 = tl.load(cos_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
     cos2 = tl.load(cos_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
     sin1 = tl.load(sin_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
     sin2 = tl.load(sin_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    # The transposed map: y1's share of dx2 is that of y2 in x1 with its sign turned.
     if BACKWARD:
         sin1, sin2 = -sin2, -sin1
-    q_ptr += batch * q_batch_stride + token * q_token_stride
-    k_ptr += batch * k_batch_stride + token * k_token_stride
-    q_out_ptr += batch * q_out_batch_stride + token * q_out_token_stride
-    k_out_ptr += batch * k_out_batch_stride + token * k_out_token_stride
+    q_ptr += batch * q_strides[0] + token * q_strides[2]
+    k_ptr += batch * k_strides[0] + token * k_strides[2]
+    q_out_ptr += batch * q_out_strides[0] + token * q_out_strides[2]
+    k_out_ptr += batch * k_out_strides[0] + token * k_out_strides[2]
+    angles = cos1, cos2, sin1, sin2
     for head in tl.static_range(0, Q_HEADS, BLOCK_Q):
         _rotate_heads(
-            q_ptr,
-            q_out_ptr,
-            q_head_stride,
-            q_out_head_stride,
+            (q_ptr, q_out_ptr),
+            (q_strides[1], q_out_strides[1]),
             head,
-            cos1,
-            cos2,
-            sin1,
-            sin2,
-            Q_HEADS,
-            DIM,
-            HALF,
-            BLOCK_Q,
-            BLOCK_HALF,
-            BLOCK_REST,
-            COPY_REST,
+            angles,
+            HEADS=Q_HEADS,
+            DIM=DIM,
+            HALF=HALF,
+            BLOCK_HEADS=BLOCK_Q,
+            BLOCK_HALF=BLOCK_HALF,
+            BLOCK_REST=BLOCK_REST,
+            COPY_REST=COPY_REST,
         )
     for head in tl.static_range(0, K_HEADS, BLOCK_K):
         _rotate_heads(
-            k_ptr,
-            k_out_ptr,
-            k_head_stride,
-            k_out_head_stride,
+            (k_ptr, k_out_ptr),
+            (k_strides[1], k_out_strides[1]),
             head,
-            cos1,
-            cos2,
-            sin1,
-            sin2,
-            K_HEADS,
-            DIM,
-            HALF,
-            BLOCK_K,
-            BLOCK_HALF,
-            BLOCK_REST,
-            COPY_REST,
+            angles,
+            HEADS=K_HEADS,
+            DIM=DIM,
+            HALF=HALF,
+            BLOCK_HEADS=BLOCK_K,
+            BLOCK_HALF=BLOCK_HALF,
+            BLOCK_REST=BLOCK_REST,
+            COPY_REST=COPY_REST,
         )
 
 
@@ -210,14 +200,12 @@ def _rotate(
         sin,
         q_out,
         k_out,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *q_out.stride()[:3],
-        *k_out.stride()[:3],
-        0 if shared else cos_batch,
-        cos_token,
-        0 if shared else sin_batch,
-        sin_token,
+        q.stride()[:3],
+        k.stride()[:3],
+        q_out.stride()[:3],
+        k_out.stride()[:3],
+        (0 if shared else cos_batch, cos_token),
+        (0 if shared else sin_batch, sin_token),
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         DIM=dim,

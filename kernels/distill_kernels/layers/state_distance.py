@@ -83,6 +83,11 @@ def _distance_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Add ROWS rows' distances over all pairs of layers, or with GRADIENT write those of the student's states.
+
+    table: int64 [pairs, 4], addresses and row strides of the student's and of the teacher's states. upstream: pointer
+    and stride. apart: elements of one pair's gradient in `out`. PICKED: the student has the rows of `rows` alone.
+    """
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     inside = number < n_rows
     row = tl.load(rows_ptr + number, mask=inside, other=0)
@@ -96,6 +101,7 @@ def _distance_kernel(
         squares = tl.zeros([ROWS], tl.float32)  # ||s||^2, or ||s - t||^2
         of_teacher = tl.zeros([ROWS], tl.float32)
         product = tl.zeros([ROWS], tl.float32)
+        # A row in steps of BLOCK columns, [ROWS, BLOCK]. The gradient of the squared distance needs no sum before it.
         if COSINE or not GRADIENT:
             for start in range(0, WIDTH, BLOCK):
                 s, t, _ = _load(s_ptr, t_ptr, start + tl.arange(0, BLOCK), inside, WIDTH)
@@ -109,6 +115,7 @@ def _distance_kernel(
         if not GRADIENT:
             total += 1 - cosine if COSINE else squares / WIDTH
         else:
+            # The second reading of the row, mostly from L2: d(1 - cos)/ds = (s cos / |s| - t / |t|) / |s|.
             for start in range(0, WIDTH, BLOCK):
                 cols = start + tl.arange(0, BLOCK)
                 s, t, mask = _load(s_ptr, t_ptr, cols, inside, WIDTH)

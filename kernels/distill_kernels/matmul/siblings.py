@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # by module name
+# names of a module's layers that read the same activations, wherever q, k and v or gate and up are taken together
+QKV = ("q_proj", "k_proj", "v_proj")
+SIBLINGS = (QKV, ("gate_proj", "up_proj"))
 
 T = TypeVar("T")
+
+
+def sibling_groups(layers: Mapping[str, T]) -> list[dict[str, T]]:
+    """Return the layers of one module, by their names in it, in groups that read the same input.
+
+    Siblings of which none is missing are a group, every other layer is one alone.
+    """
+    by_name = {name: names for names in SIBLINGS for name in names if layers.keys() >= set(names)}
+    groups = dict.fromkeys(by_name.get(name, (name,)) for name in layers)
+    return [{name: layers[name] for name in names} for names in groups]
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:

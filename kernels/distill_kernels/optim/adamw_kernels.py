@@ -93,8 +93,9 @@ def bias_correction(step, log2_beta):
 
 
 @triton.jit
-def count_step(row_ptr, log2_beta1, log2_beta2):
-    """Count a step of one tensor, and leave the bias corrections of the next."""
+def count_step(row_ptr, log2_betas):
+    """Count a step of one tensor, and leave the bias corrections of the next; `row_ptr`: its row of `Bucket.rows`."""
+    log2_beta1, log2_beta2 = log2_betas
     step = tl.load(row_ptr) + 1.0
     tl.store(row_ptr, step)
     tl.store(row_ptr + 1, step + 1.0)
@@ -116,12 +117,10 @@ def skip_step(squares_ptr, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, SKIP: tl.
 
 
 @triton.jit(do_not_specialize=["squares_ptr", "found_inf_ptr"])
-def count_kernel(
-    rows_ptr, squares_ptr, found_inf_ptr, log2_beta1, log2_beta2, HAS_FOUND_INF: tl.constexpr, SKIP: tl.constexpr
-):
+def count_kernel(rows_ptr, squares_ptr, found_inf_ptr, log2_betas, HAS_FOUND_INF: tl.constexpr, SKIP: tl.constexpr):
     """`count_step` of a tensor a program, for `adamw_kernel` without COUNT."""
     if skip_step(squares_ptr, found_inf_ptr, HAS_FOUND_INF, SKIP) == 0.0:
-        count_step(rows_ptr + tl.program_id(0) * 8, log2_beta1, log2_beta2)
+        count_step(rows_ptr + tl.program_id(0) * 8, log2_betas)
 
 
 @triton.jit(do_not_specialize=["seed", "squares_ptr", "lr_ptr", "grad_scale_ptr", "found_inf_ptr"])
@@ -135,12 +134,9 @@ def adamw_kernel(
     grad_scale_ptr,
     found_inf_ptr,
     lr,
-    log2_beta1,
-    log2_beta2,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
+    log2_betas,
+    betas,
+    rests,
     eps,
     weight_decay,
     max_norm,
@@ -165,12 +161,17 @@ def adamw_kernel(
 
     table, gradients, blocks and rows are `multi_tensor.Bucket`'s; the other pointers lead to fp32 scalars (lr's to one
     of its own dtype), read where a constant says that they are there: squares, the sum of all gradients', by CLIP or
-    SKIP.
+    SKIP. betas, and of each its log2 and 1 - beta (made on the host, in fp64).
     """
+    log2_beta1, log2_beta2 = log2_betas
+    beta1, beta2 = betas
+    rest1, rest2 = rests
+    # Which tensor, and which of its blocks: element numbers are int64, of tensors beyond 2^31 elements.
     tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
     first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
     row_ptr = rows_ptr + tensor * 8
     step = tl.load(row_ptr) + 1.0
+    # What the last launch left is for this step only if it was taken with these betas (a state may have been loaded).
     known = (tl.load(row_ptr + 1) == step) & (tl.load(row_ptr + 2) == log2_beta1) & (tl.load(row_ptr + 3) == log2_beta2)
     correction1 = tl.load(row_ptr + 4)
     correction2 = tl.load(row_ptr + 5)
@@ -182,6 +183,7 @@ def adamw_kernel(
     source_ptr = parameter_ptr
     if MASTER:
         source_ptr = tl.load(table_ptr + tensor * 8 + 3).to(tl.pointer_type(tl.float32))
+    # Addresses from a table tell the compiler nothing: without this every access would be of one element.
     if ALIGNED:
         size = tl.multiple_of(size, 16)
         parameter_ptr = tl.multiple_of(parameter_ptr, 16)
@@ -219,6 +221,8 @@ def adamw_kernel(
 
         if MASTER:
             tl.store(source_ptr + offsets, p, mask=mask)
+        # Rounded once, on the way out. Random bits depend on the seed, the tensor's number, its step and the element,
+        # not on how tensors share launches.
         p_stored = p.to(PARAMETER)
         v_stored = v.to(STATE)
         if STOCHASTIC:
@@ -241,7 +245,7 @@ def adamw_kernel(
             programs = tl.load(table_ptr + tensor * 8 + 6)
             if tl.atomic_add(finished_ptr, 1, sem="relaxed") == programs - 1:  # so have all other programs
                 tl.store(finished_ptr, 0)
-                count_step(row_ptr, log2_beta1, log2_beta2)
+                count_step(row_ptr, log2_betas)
 
 
 def update(bucket: Bucket, group: dict[str, Any], options: UpdateOptions, controls: StepControls) -> None:
@@ -270,11 +274,9 @@ def update(bucket: Bucket, group: dict[str, Any], options: UpdateOptions, contro
     logarithms = (math.log2(beta1) if beta1 > 0 else -1e4, math.log2(beta2) if beta2 > 0 else -1e4)
     numbers = (
         float(lr) if device_lr is None else 0.0,
-        *logarithms,
-        float(beta1),
-        float(beta2),
-        1.0 - beta1,
-        1.0 - beta2,
+        logarithms,
+        (float(beta1), float(beta2)),
+        (1.0 - beta1, 1.0 - beta2),
         float(group["eps"]),
         float(group["weight_decay"]),
         float(options.max_grad_norm or 0.0),
@@ -285,7 +287,7 @@ def update(bucket: Bucket, group: dict[str, Any], options: UpdateOptions, contro
     if counts_in_own_launch(bucket):
         flags = (controls.found_inf is not None, options.skip_nonfinite)
         seen = [tensors[place] for place in (3, 4, 7)]
-        bucket.count(count_kernel, len(bucket.members), specialization, seen, logarithms + flags, num_warps=1)
+        bucket.count(count_kernel, len(bucket.members), specialization, seen, (logarithms, *flags), num_warps=1)
 
 
 def counts_in_own_launch(bucket: Bucket) -> bool:

@@ -86,6 +86,10 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Round ROWS blocks of COLUMNS weights and back; a block is a row of the tile. GIVEN: its scale is loaded.
+
+    Other constants are the fields of `NumberFormat` and its codes.
+    """
     w_ptr, scale_ptr, minimum_ptr, y_ptr = tensors
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = tl.arange(0, BLOCK)  # [BLOCK]
@@ -97,11 +101,13 @@ def _forward_kernel(
         x = _relative(w, minimum_ptr, rows, rows < n_blocks, scale, MINIMUM, EVEN)
         codes = _round(x, MANTISSA, EXPONENT, EVEN)
     else:
+        # Lanes beyond the block loaded 0, which is never the largest magnitude unless all weights are 0.
         if SIGNED:
             first = tl.argmax(tl.abs(w), 1)  # [ROWS], the first of equals
             rounding = tl.div_rn(tl.sum(tl.where(cols[None, :] == first[:, None], w, 0.0), 1), LOW * 1.0)
         else:
             rounding = tl.div_rn(tl.max(tl.abs(w), 1), HIGH * 1.0)
+        # The scale as a file stores it, in 16 bits; codes are found with it, or with the one before that rounding.
         scale = rounding.to(tl.bfloat16).to(tl.float32) if BFLOAT16 else rounding.to(tl.float16).to(tl.float32)
         x = w * _reciprocal(scale if ROUNDS_BY_STORED else rounding)[:, None]
         codes = tl.floor(x + (0.5 - LOW)) + LOW if SIGNED else _round(x, MANTISSA, EXPONENT, EVEN)
@@ -126,6 +132,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute the gradients of ROWS blocks' weights, scales and minima, with the codes of the forward found again."""
     w_ptr, scale_ptr, minimum_ptr, dy_ptr, dw_ptr, dscale_ptr, dminimum_ptr = tensors
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = tl.arange(0, BLOCK)  # [BLOCK]
@@ -138,6 +145,7 @@ def _backward_kernel(
     rounded = _round(x, MANTISSA, EXPONENT, EVEN)
     codes = tl.minimum(tl.maximum(rounded, LOW), HIGH)
     inside = rounded == codes
+    # dy/dd = q - x where rounding is passed straight through (dx/dd = -x / d), and q where x was clamped
     dscale = tl.sum(dy * (codes - tl.where(inside, x, 0.0)), 1)
     tl.store(dw_ptr + at, tl.where(inside, dy, 0.0).to(dw_ptr.dtype.element_ty), mask=mask)
     tl.store(dscale_ptr + rows, dscale, mask=rows < n_blocks)

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_kernels.primitives import split_k
-from distill_kernels.primitives.split_k import SplitKConfig, SplitKLinear, choose_config, split_k_linear
+from distill_kernels.extras import split_k
+from distill_kernels.extras.split_k import SplitKConfig, SplitKLinear, choose_config, split_k_linear
 from helpers import assert_as_good_as_torch
 
 LLAMA_8B = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from distill_kernels import launch, triton_linear
+from distill_kernels.extras import tiled_linear
+from distill_kernels.extras.tiled_linear import TILES, GemmTile, choose_tile
 from distill_kernels.launch import DeviceFacts
-from distill_kernels.primitives import tiled
-from distill_kernels.primitives.tiled import TILES, GemmTile, choose_tile
 from grids import pairwise
 from test_split_k import check, draw
 
@@ -29,16 +29,16 @@ def test_partial_tiles_equal_linear(kernel_device, dtype, rows, outputs, inputs,
 @pytest.mark.parametrize("tile", [GemmTile(16, 32, 4, 2), *TILES[2:]])
 def test_every_tile_equals_linear(kernel_device, tile):
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
-    check(tiled._launch(x, weight, bias, tile), x, weight, bias)
+    check(tiled_linear._launch(x, weight, bias, tile), x, weight, bias)
 
 
 def test_pointer_based_loads_give_the_bits_of_tma(kernel_device, monkeypatch):
     """Pointer-based loads, of families without TMA, give the same bits, also at edges."""
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
-    uses_tma = tiled._launch(x, weight, bias, TILES[3])
+    uses_tma = tiled_linear._launch(x, weight, bias, TILES[3])
     family = launch.device_facts(kernel_device).family
     monkeypatch.setitem(launch.FAMILIES, family, launch.FAMILIES[family]._replace(tma=False))
-    assert torch.equal(tiled._launch(x, weight, bias, TILES[3]), uses_tma)
+    assert torch.equal(tiled_linear._launch(x, weight, bias, TILES[3]), uses_tma)
 
 
 def test_few_rows_leading_dimensions_and_strides(kernel_device):

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows
@@ -102,16 +103,10 @@ def split_k_kernel(
         cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         tile_ptr = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M)
         tl.store(tile_ptr + split * (BLOCK_N * BLOCK_M) + cells, total)
-        tl.debug_barrier()  # all threads' partials before the one that counts
-        # Release: this partial is visible before the count. Acquire: the program that counts last sees every other one.
-        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        last = last_to_arrive(counters_ptr, tile, SPLITS)
         if last:
-            # All splits have counted, so that nobody else touches the counter in this launch; the next one finds it at
-            # 0.
-            tl.store(counters_ptr + tile, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            # In the order of the splits, its own read back too, so that who came last changes no bit. From L2, which
-            # all multiprocessors share, and not from an L1 with older lines.
+            # In the order of the splits, its own read back too, so that who came last changes no bit.
             for other in tl.static_range(SPLITS):
                 total += tl.load(tile_ptr + other * (BLOCK_N * BLOCK_M) + cells, cache_modifier=".cg")
     if last:

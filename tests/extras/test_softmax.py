@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from distill_kernels.primitives import row_softmax as module
-from distill_kernels.primitives.row_softmax import SoftmaxPlan, plan, reference_softmax, softmax
+from distill_kernels.extras import row_softmax as module
+from distill_kernels.extras.row_softmax import SoftmaxPlan, plan, reference_softmax, softmax
 from helpers import realistic_logits
 from layer_checks import DTYPES, check_compiles, check_layer, draw
 

@@ -1,30 +1,75 @@
-"""Comparison of a module's forward with a replacement: outputs and gradients, on perturbed parameters.
+"""Run both and compare: what decides whether a replacement of ours computes what a model's own code does.
+
+    compare_forwards(module, own, ours, x)      a module: outputs and gradients, on perturbed parameters
+    distances(ours, own) <= ...                 a model: hidden states or logits, a token at a time
+    relative_error(ours, own) <= ...            the same, of all entries together
+
+Every trial takes its tolerance from the table below. Each stands far above the rounding of what is compared and far
+below what a wrong weight, position or mask changes.
 
 Initial values can hide a difference: with a residual weight of 1 or a bias of 0, a replacement that ignores the
-parameter gives the right output and misses its gradient. Both forwards therefore run on perturbed vectors and scalars,
-and for a student the gradients of the inputs and of every parameter are compared, too.
+parameter gives the right output and misses its gradient. Both forwards of a module therefore run on perturbed vectors
+and scalars, and for a student the gradients of the inputs and of every parameter are compared, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from distill.core.errors import first_line
-from distill.models.patch.swaps import Mismatch
 
 Forward = Callable[..., object]
 # raised by a forward that was written for another kind of module
 FORWARD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 NOISE = 0.3  # of a perturbation, relative to the parameter's root mean square
-ROUNDINGS = 16  # an output's error, relative to its largest entry
-# a gradient's error, relative to its norm
+
+# ---- tolerances: of one module
+ROUNDINGS = 16  # an output's error, in units of eps, relative to its largest entry
+# a gradient's error, relative to its norm: in units of eps, but not less than LEAST
 GRADIENT_ROUNDINGS = 32
 LEAST = 1e-4
 NEGLIGIBLE = 1e-3  # relative to the largest gradient's norm: below it a gradient is rounding error
+# ---- of a whole model, relative
+LOGIT_ROUNDINGS = 8  # logits from hidden states and head, in units of eps, relative to the largest (head)
+# rows of one shape are mostly the same to the bit; a document alone is of another shape, and rounds otherwise
+SAME_SHAPE_ROUNDINGS = 2  # a token's hidden states, but not less than LEAST (patch/packed)
+OTHER_SHAPE_ROUNDINGS = 16
+OTHER_KERNEL = 0.1  # hidden states of two attentions, or in 8 bits: other sums change which experts tokens get
+CUT_WEIGHTS = 1e-3  # logits of a small model in float32, cut or with zeros there (prune/width_trial)
+# logits of decoding with a cache: in units of eps, but not more than OTHER_KERNEL (generation/support_check)
+DECODED_ROUNDINGS = 1e3
+FUSED_STEP_FLOAT32 = 1e-4  # logits of the fused decoding step (generation/support_check)
+FUSED_STEP_16_BITS = 0.05
+EMBEDDING = 2e-2  # embeddings as one multiple of their table, in 16 bits (prune/narrow)
+
+
+def rounding(dtype: torch.dtype, units: float, least: float = LEAST) -> float:
+    """Return `units` of rounding errors of `dtype`, but not less than `least`."""
+    return max(units * torch.finfo(dtype).eps, least)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Reason why a replacement is not used."""
+
+    reason: str
+
+
+def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the relative distance of each token, float64 [..., T], of two [..., T, hidden]."""
+    one = one.double()
+    other = other.double()
+    return (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-30)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference of two tensors, relative to that of `expected`."""
+    return float((actual - expected).norm() / expected.norm())
 
 
 def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -63,7 +108,7 @@ def compare_forwards(
         return Mismatch("its output differs")
     largest = max((tensor.norm().item() for tensor in wanted.values()), default=0.0)
     for name, gradient in wanted.items():
-        allowed = max(GRADIENT_ROUNDINGS * torch.finfo(gradient.dtype).eps, LEAST)
+        allowed = rounding(gradient.dtype, GRADIENT_ROUNDINGS)
         distance = (given[name].double() - gradient.double()).norm().item()
         if not distance <= allowed * max(gradient.double().norm().item(), NEGLIGIBLE * largest):
             return Mismatch(f"the gradient of its {name} differs")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distill_kernels.primitives.probability_kl import kl_probabilities, reference_kl_probabilities
+from distill_kernels.extras.probability_kl import kl_probabilities, reference_kl_probabilities
 from grids import pairwise
 from helpers import realistic_logits
 from layer_checks import DTYPES, check_compiles, check_layer, outputs_and_gradients

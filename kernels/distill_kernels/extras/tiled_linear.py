@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from distill_kernels.extras.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
 from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, runs_on_triton, tl, triton
 from distill_kernels.operands import blocks_of, contiguous_rows, has_aligned_rows, load_block, store_block
-from distill_kernels.primitives.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
 
 DEPTH = 64
 

@@ -31,6 +31,7 @@ from distill_kernels.attention.operands import (
     softcapped,
 )
 from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.constants import LOWEST
 from distill_kernels.kernel_op import KernelOp, check_no_gradients
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
@@ -88,25 +89,13 @@ def _chunk_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    kv_heads,
-    new,
-    slots,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    sizes,
     window,
-    score_scale,
-    cap,
-    cap_rate,
+    score_factors,
     WHOLE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -121,8 +110,15 @@ def _chunk_kernel(
 ):
     """Attend ROWS >= GROUP * new query rows of one key head to one chunk of one sequence's keys.
 
-    WHOLE: the chunk holds all keys, and results are stored; else the chunk's part, in fp32, and its lse.
+    WHOLE: the chunk holds all keys, and results are stored; else the chunk's part, in fp32, and its lse. Strides are of
+    sequences, heads, positions. sizes: key heads, new tokens, slots of the cache. score_factors: of `ScoreSettings`.
     """
+    stride_qb, stride_qh, stride_qs = q_strides
+    stride_kb, stride_kh, stride_kt = k_strides
+    stride_vb, stride_vh, stride_vt = v_strides
+    stride_ob, stride_oh, stride_os = out_strides
+    kv_heads, new, slots = sizes
+    score_scale, cap, cap_rate = score_factors
     # The combining kernel may start at once; it waits for this whole grid before it reads a part.
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
@@ -155,7 +151,7 @@ def _chunk_kernel(
     start = (first + tiles * chunk // chunks) * BLOCK_N
     end = (first + tiles * (chunk + 1) // chunks) * BLOCK_N
     # Finite, not -inf: a row that has seen nothing yet would make -inf less -inf. Scores are to base 2.
-    m_i = tl.full([ROWS], -1e30, tl.float32)
+    m_i = tl.full([ROWS], LOWEST, tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     if SINKS:  # of the first chunk
         m_i, l_i = initial_softmax_state(sinks_ptr, head)
@@ -201,18 +197,17 @@ def _combine_kernel(
     part_ptr,
     lse_ptr,
     out_ptr,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    kv_heads,
-    new,
-    chunks,
+    out_strides,
+    sizes,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    """Weigh the chunks of one query row by their lse; sizes: key heads, new tokens, chunks."""
+    stride_ob, stride_oh, stride_os = out_strides
+    kv_heads, new, chunks = sizes
     if DEPENDENT_LAUNCH:  # this kernel started while the chunks were still being made
         tl.extra.cuda.gdc_wait()
     # A program a query row, with all of its chunks as one tile [CHUNKS, BLOCK_D].
@@ -224,7 +219,7 @@ def _combine_kernel(
     part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
     lse = tl.load(lse_ptr + part, mask=chunk < chunks, other=float("-inf"))
     # The clamp keeps -inf less -inf out where no chunk saw a key; the total is 0 then, and so is the row.
-    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
+    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), LOWEST))
     total = tl.sum(weight, 0)
     held = (chunk < chunks)[:, None] & (column < HEAD_DIM)[None, :]
     parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + column[None, :], mask=held, other=0.0)
@@ -313,26 +308,24 @@ def decode_on_triton(
         q if sinks is None else sinks,
         parts,
         lse,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        kv_heads,
-        new,
-        slots,
+        q.stride()[:3],
+        k.stride()[:3],
+        v.stride()[:3],
+        out.stride()[:3],
+        (kv_heads, new, slots),
         UNBOUNDED if masking.window is None else masking.window,
-        *masking.score_factors,
-        chunks == 1,
-        group,
-        size,
-        block_d,
-        rows,
-        config.keys,
-        starts is not None,
-        sinks is not None,
-        masking.softcap is not None,
-        dot_precision(q.dtype),
-        dependent_launch,
+        masking.score_factors,
+        WHOLE=chunks == 1,
+        GROUP=group,
+        HEAD_DIM=size,
+        BLOCK_D=block_d,
+        ROWS=rows,
+        BLOCK_N=config.keys,
+        STARTS=starts is not None,
+        SINKS=sinks is not None,
+        SOFTCAP=masking.softcap is not None,
+        PRECISION=dot_precision(q.dtype),
+        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=config.warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )
@@ -346,15 +339,13 @@ def decode_on_triton(
         parts,
         lse,
         out,
-        *out.stride()[:3],
-        kv_heads,
-        new,
-        chunks,
-        group,
-        size,
-        block_d,
-        at_once,
-        dependent_launch,
+        out.stride()[:3],
+        (kv_heads, new, chunks),
+        GROUP=group,
+        HEAD_DIM=size,
+        BLOCK_D=block_d,
+        CHUNKS=at_once,
+        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=warps,
         **({"launch_pdl": True} if dependent_launch else {}),
     )

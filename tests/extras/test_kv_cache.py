@@ -4,7 +4,7 @@ import pytest
 import torch
 from distill_kernels.attention.operands import ScoreSettings
 from distill_kernels.attention.reference import reference_attention
-from distill_kernels.primitives.kv_cache import KVCache, write_newest
+from distill_kernels.extras.kv_cache import KVCache
 from helpers import relative_error
 
 
@@ -49,21 +49,6 @@ def test_truncation_reordering_and_reset_leave_the_right_rows():
     assert torch.equal(cache.keys[0, :4, 0], rows[1, 0, :4]) and torch.equal(cache.values[1, :4, 0], -rows[1, 0, :4])
     cache.reset()
     assert cache.longest == 0 and cache.lengths.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("size", [16, 20])
-def test_write_newest_writes_each_sequences_own_slot(kernel_device, size):
-    batch, heads, slots = 3, 2, 9
-    keys, values = torch.zeros(2, batch, slots, heads, size, device=kernel_device)
-    k, v = torch.randn(2, batch, heads, 1, size, device=kernel_device)
-    k = k.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection gives it
-    write_newest(keys, values, k, v, torch.tensor([1, 9, 4], device=kernel_device))
-    for cached, new in ((keys, k), (values, v)):
-        for sequence, slot in enumerate((0, 8, 3)):
-            assert torch.equal(cached[sequence, slot], new[sequence, :, 0])
-        assert int((cached != 0).sum()) == batch * heads * size
-    with pytest.raises(ValueError, match="lengths"):
-        write_newest(keys, values, k, v, torch.tensor([1, 2], device=kernel_device))
 
 
 def test_mistakes_are_named():
