@@ -98,6 +98,7 @@ LONGEST = (
     "test_compositions.py",
     "test_online_cache_served.py",
     "test_cache_sharded.py",
+    "test_ranks.py",
     "test_crash.py",
     "test_imports.py",
     "test_rollouts_stored.py",

@@ -76,12 +76,8 @@ KINDS = {
 @pytest.mark.plain(
     "llama-{'intermediate': 37}-True",
     "llama-{'heads': 2, 'kv_heads': 2}-False",
-    "qwen2-{'heads': 2, 'kv_heads': 2}-True",
     "qwen3-{'kv_heads': 1}-False",
     "gemma2-{'kv_heads': 1}-True",
-    "granite-{'intermediate': 37}-False",
-    "mistral-{'intermediate': 37}-True",
-    "mistral-{'heads': 2, 'kv_heads': 2}-False",
 )
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("cut", [{"intermediate": 37}, {"kv_heads": 1}, {"heads": 2, "kv_heads": 2}])

@@ -193,6 +193,7 @@ GEMMA4 = {
 }
 
 
+@pytest.mark.plain("mixture-{'moe_intermediate': 8}", "shared keys-{'hidden': 24, 'intermediate': 40}")
 @pytest.mark.parametrize(
     "kind, cut",
     [

@@ -178,7 +178,7 @@ def killed_in(watch, moment, step):
     watch.setattr(DistillationTrainer, "evaluate", end)
 
 
-@pytest.mark.plain("full-before", "full-after")
+@pytest.mark.plain("full-after")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("more", [[PLAIN], ["student.lora.r=4"]], ids=["full", "quantised-lora"])
 def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workplace, monkeypatch, moment, more):

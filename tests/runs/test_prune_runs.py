@@ -177,6 +177,7 @@ def test_two_processes_train_one_student(place):
     assert two["before"]["forward_kl"] == pytest.approx(alone["before"]["forward_kl"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_invariants_hold_on_a_narrow_student(place, without):
     """Those of whole runs are in the tests above."""
     without.setattr(examine, "RUN_CHECKS", ())

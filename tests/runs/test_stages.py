@@ -198,6 +198,7 @@ def test_every_stage_is_planned(workplace, capsys):
     assert not (workplace / "runs").exists()
 
 
+@pytest.mark.full
 def test_a_plan_is_of_the_students_that_are_trained(workplace, capsys):
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu", "--json"]) == 0
     for stage, folder in zip(json.loads(capsys.readouterr().out)["stages"], FOLDERS, strict=True):
@@ -205,6 +206,7 @@ def test_a_plan_is_of_the_students_that_are_trained(workplace, capsys):
         assert stage["student"]["parameters"] == trained
 
 
+@pytest.mark.plain("{data: {source: none.txt}}-stages.2 (stage): ")
 @pytest.mark.parametrize(
     ("stage", "named"),
     [
@@ -238,6 +240,7 @@ def test_a_later_stage_that_does_not_fit_fails_the_check(workplace, capsys):
     assert out.count("verdict fits and can run") == 2
 
 
+@pytest.mark.full
 def test_the_export_of_the_last_stage_is_checked(workplace, capsys):
     last = ["stages.2={name: last, student: {from_teacher: {intermediate: 63}}}", "export={gguf: q4_0}"]
     assert run_command(["check", "tiny.yaml", "--gpu", "cpu", *last]) == 1

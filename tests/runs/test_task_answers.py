@@ -226,6 +226,7 @@ def test_a_resumed_run_answers_as_an_uninterrupted_one(here, interrupted):
         run_with(here, *more, name="cut", resume=True)
 
 
+@pytest.mark.full
 def test_a_task_is_answered_every_so_many_evaluations_and_after_the_last_step(here):
     result = run_with(here, "train.steps=7", "eval.tasks.0.every=2")
     assert list(evaluations(result.folder)) == [4, 7]

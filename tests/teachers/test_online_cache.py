@@ -186,6 +186,7 @@ def test_check_counts_no_weights_where_all_is_stored(here, capsys):
     assert other["parts"]["teacher"] == loaded["parts"]["teacher"], "other documents, of which nothing is stored"
 
 
+@pytest.mark.full
 def test_check_prints_the_bytes_first(here, capsys):
     assert run_command(["check", "tiny.yaml"]) == 0
     said = re.search(
@@ -267,7 +268,7 @@ def test_a_damaged_shard_is_refused_and_computed_again(here, asked):
     assert len(asked) > count and losses(again) == losses(whole)
 
 
-@pytest.mark.plain("hidden_fp8-fp8")
+@pytest.mark.full
 @pytest.mark.parametrize("name, dtype", [("hidden_fp8", "fp8"), ("top_k", "float16")])
 def test_less_may_be_stored(here, asked, capsys, name, dtype):
     stored = [f"teacher.online_cache_format={name}", *(["teacher.top_k=40"] if name == "top_k" else [])]

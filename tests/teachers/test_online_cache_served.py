@@ -137,6 +137,7 @@ def test_two_processes_store_for_each_other(place, url, here, asked):
     assert not asked
 
 
+@pytest.mark.full
 def test_a_damaged_shard_is_refused_and_computed_again(place, url, here, asked):
     short = ["train={steps: 4, batch_size: 1, device: cpu, log_every: 1}", "teacher.online_cache=kept"]
     whole, count = run(recipe(place, url, *short), name="some"), len(asked)
