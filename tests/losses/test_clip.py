@@ -312,6 +312,16 @@ def test_caps_beyond_all_values_change_nothing(where, term):
         assert torch.equal(value, right)
 
 
+@pytest.mark.parametrize("term", DIVERGENCES, ids=lambda term: term.type)
+def test_a_token_beyond_its_cap_has_no_gradient(kernel_device, term):
+    student, teacher, _ = draw(kernel_device, torch.float32)
+    mine = [t.detach().clone().requires_grad_() for t in student[:2]]
+    loss = FusedDistillationLoss([term._replace(clip=Clip(token=1e-3))])(*mine, *teacher)
+    loss.backward()
+    assert loss.item() == pytest.approx(1e-3, rel=1e-6)
+    assert not any(tensor.grad.any() for tensor in mine)
+
+
 def test_equal_models_have_no_loss_and_a_capped_sum_is_not_negative(where):
     """As capping the products p log(p/q), some of them negative, would make it."""
     z = torch.randn(6, V, device=where) * 4
