@@ -78,6 +78,9 @@ y = torch.ones(130, dtype=torch.int64)
 if "{teacher}" == "models":
     ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False)(x, w, x_t, w_t, y, return_stats=True)[0].backward()
     ours.FusedJSDLoss()(x, w, x_t, w_t, y).backward()
+    caps, warm = ours.Clip(token=1.0, entry=0.1), ours.Temperatures(1.0, 1.1)
+    ours.FusedKLLoss(clip=caps, temperature=warm)(x, w, x_t, w_t, y, return_stats=True)[0].backward()
+    ours.FusedJSDLoss(clip=caps)(x, w, x_t, w_t, y).backward()
     ours.fused_log_probs(x, w, y).sum().backward()
     known = torch.ones(130)
     ours.fused_policy_gradient_loss(x, w, y, known).backward()
@@ -87,11 +90,13 @@ if "{teacher}" == "models":
     ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two).backward()
 elif "{teacher}" == "logits":
     z = t(4, {vocab})
+    ours.kl_div(z, z.detach(), clip=ours.Clip(token=1.0, entry=0.1))
     ours.kl_div(z, z.detach()), ours.jsd(z, z.detach()), ours.cross_entropy(z, torch.ones(4, dtype=torch.int64))
 else:
     k = int("{teacher}".split()[1])
     ids, given = torch.ones(130, k, dtype=torch.int32), t(130, k, dtype=torch.float32, grad=False)
     ours.FusedTopKKLLoss(tail="bucket")(x, w, ids, given).backward()
+    ours.FusedTopKKLLoss(clip=ours.Clip(token=1.0, entry=0.1))(x, w, ids, given).backward()
     for own in (64, k):
         ours.FusedStudentTopKKLLoss(own)(x, w, x_t, w_t).backward()
 """,

@@ -340,11 +340,25 @@ FAULTS = [
         "            up += 0 * up_bias\n        offset = ",
         "experts: clamped silu, biases, interleaved",
     ),
+    Fault(
+        "gradient through a capped entry",
+        ROWS,
+        "g_i = tl.where(beyond, 0.0, g_i)",
+        "g_i = tl.where(beyond, g_i, g_i)",
+        "tests/losses/test_clip.py::test_each_term_has_caps_of_its_own[kernel-mean]",
+    ),
+    Fault(
+        "gradient of a token beyond its cap stays",
+        "distill_kernels/losses/row_kernel.py",
+        "zero_row(gradient_ptr, V, blocks, tl.arange(0, TILE)[None, :], BLOCK)",
+        "tl.debug_barrier()",
+        "tests/losses/test_clip.py::test_a_token_beyond_its_cap_has_no_gradient[forward_kl]",
+    ),
     # what kernels and references share, against the definition
     Fault(
         "divergences without T squared",
         "distill_kernels/losses/terms.py",
-        "factor = temperature**2 if scale_by_temperature_squared else 1.0",
+        "factor = student_temperature**2 if scale_by_temperature_squared else 1.0",
         "factor = 1.0",
         "tests/ops/test_ops.py::test_divergences_are_multiplied_by_the_temperature_squared",
     ),

@@ -35,7 +35,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, tor
 SLACK = 2.0
 MOST = 50.0
 TERMS = tuple(
-    LossTerm(kind, 1.0, **({row.parameter: row.default} if row.parameter else {})) for kind, row in DIVERGENCES.items()
+    LossTerm(
+        kind,
+        1.0,
+        beta=row.default if row.parameter == "beta" else None,
+        alpha=row.default if row.parameter == "alpha" else None,
+    )
+    for kind, row in DIVERGENCES.items()
 )
 
 

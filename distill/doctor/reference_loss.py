@@ -80,8 +80,11 @@ def token_loss(
     return _mean(soft, z_s, labels, loss)
 
 
-def capped(parts: torch.Tensor, clip: Clip | None) -> torch.Tensor:
-    """Return the sums of a divergence's entries [N, V], each entry and the sum clamped at a term's caps."""
+def capped(parts: torch.Tensor, clip: Any) -> torch.Tensor:
+    """Return the sums of a divergence's entries [N, V], each entry and the sum clamped at a term's caps.
+
+    `clip` is a recipe's or a loss's, or None.
+    """
     if clip is None:
         return parts.sum(-1)
     if clip.entry is not None:
@@ -146,15 +149,16 @@ def reference_top_k_loss(
     p = _outcomes(p, tail)
     soft = z_s.new_zeros(len(z_s))
     for term in loss.terms:
+        clip = getattr(term, "clip", None)
         if term.type == "forward_kl":
             parts = torch.xlogy(q, q) - torch.xlogy(q, p)
             if tail == "sampled":  # the mass that is missing on one side, spread over the K: only their sum has a cap
                 parts = parts + (1 - q.sum(-1, keepdim=True)) / q.shape[-1]
             else:
                 parts = parts - q + p
-            soft = soft + term.weight * capped(parts, term.clip)
+            soft = soft + term.weight * capped(parts, clip)
         elif term.type == "reverse_kl":
-            soft = soft + term.weight * capped(torch.xlogy(p, p) - torch.xlogy(p, q) - p + q, term.clip)
+            soft = soft + term.weight * capped(torch.xlogy(p, p) - torch.xlogy(p, q) - p + q, clip)
     return _mean(soft, z_s, labels, loss)
 
 

@@ -197,7 +197,8 @@ def dense_spans(
         rest_s = _without(p, ones)
         rest_t = _without(q, others)
         rest = _by_size(rest_s, rest_t)
-        total = sum(term.weight * capped(torch.cat([_part(term, *both), rest]), term.clip) for term in soft)
+        values = [term.weight * capped(torch.cat([_part(term, *both), rest]), term.clip) for term in soft]
+        total = sum(values, start=z_s.new_zeros(()))
         losses.append(loss.scale * total - ce * _text(hard, ids_s, a, b))
     return torch.stack(losses) if losses else z_s.new_zeros(0)
 

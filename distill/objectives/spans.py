@@ -282,4 +282,6 @@ def span_figures(
     agreement = (own >= 0) & (others >= 0) & (outcomes.partner[own] == others)
     own, others = label_logprobs
     capped, share = clipped.statistics()
-    return TokenStats(divergence, -own, *entropies, agreement.to(own.dtype), own, others, capped, share * divergence)
+    return TokenStats(
+        divergence, -own, entropies[0], entropies[1], agreement.to(own.dtype), own, others, capped, share * divergence
+    )

@@ -21,6 +21,7 @@ from distill_kernels import (
     Temperatures,
     distillation_loss,
 )
+from distill_kernels.launch import runs_on_triton
 from grids import pairwise
 from helpers import realistic_heads, relative_error
 from torch.nn import functional as F
@@ -29,6 +30,11 @@ V = 300
 N = 11
 DIVERGENCES = [term for term in ALL_TERMS if term.type != "cross_entropy"]
 TEMPERATURES = [1.0, 2.5, Temperatures(teacher=1.0, student=1.3), Temperatures(teacher=0.8, student=1.0)]
+
+
+def exact_dtype(device):
+    """fp64 where PyTorch computes, fp32 where kernels do."""
+    return torch.float32 if runs_on_triton(torch.empty(0, device=device)) else torch.float64
 
 
 def both_of(temperature):
@@ -195,7 +201,7 @@ def test_the_outcomes_of_k_tokens_are_entries(path, tokens, tail, direction, kin
 
 def test_sampled_weights_take_a_cap_of_tokens(where):
     torch.manual_seed(5)
-    dtype = torch.float64 if where.type == "cpu" else torch.float32
+    dtype = exact_dtype(where)
     student, _, _ = draw(where, dtype)
     ids = torch.stack([torch.randperm(V)[:6] for _ in range(N)]).to(where)
     weights = torch.full((N, 6), 1 / 6, device=where, dtype=dtype)
@@ -217,7 +223,7 @@ def test_each_term_has_caps_of_its_own(where, limit, reduction):
     """Several terms, two of one type, in chunks, with ignored rows, token weights and a frozen head."""
     torch.manual_seed(6)
     limit.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 3 * V)
-    dtype = torch.float64 if where.type == "cpu" else torch.float32
+    dtype = exact_dtype(where)
     student, teacher, labels = draw(where, dtype)
     both = Temperatures(teacher=1.0, student=1.2)
     x = student[0].detach().double().requires_grad_()
@@ -310,6 +316,16 @@ def test_caps_beyond_all_values_change_nothing(where, term):
         assert relative_error(value, right) < 2e-6
     for value, right in zip(run(None, Temperatures(1.5, 1.5)), plain, strict=True):
         assert torch.equal(value, right)
+
+
+@pytest.mark.parametrize("term", DIVERGENCES, ids=lambda term: term.type)
+def test_a_token_beyond_its_cap_has_no_gradient(kernel_device, term):
+    student, teacher, _ = draw(kernel_device, torch.float32)
+    mine = [t.detach().clone().requires_grad_() for t in student[:2]]
+    loss = FusedDistillationLoss([term._replace(clip=Clip(token=1e-3))])(*mine, *teacher)
+    loss.backward()
+    assert loss.item() == pytest.approx(1e-3, rel=1e-6)
+    assert not any(tensor.grad.any() for tensor in mine)
 
 
 def test_equal_models_have_no_loss_and_a_capped_sum_is_not_negative(where):

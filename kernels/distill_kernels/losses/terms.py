@@ -217,8 +217,8 @@ class Objective(NamedTuple):
     @staticmethod
     def decode(text: str) -> Objective:
         """Return the objective that `encode` made `text` of."""
-        fields = json.loads(text)
-        return Objective(*(tuple(field) if isinstance(field, list) else field for field in fields))
+        fields: list[Any] = [tuple(field) if isinstance(field, list) else field for field in json.loads(text)]
+        return Objective(*fields)
 
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf, *, open_high: bool = False) -> float:
