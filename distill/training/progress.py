@@ -254,6 +254,8 @@ def figures_line(logs: dict[str, Any], measure: DivergenceUnit = KL) -> str:
         parts.append(f"experts in common {logs['router_agreement']:.1%}")
     if "reward" in logs:
         parts.append(f"reward {logs['reward']:.4g}")
+    if "rollout_context" in logs:
+        parts.append(f"context {logs['rollout_context']:.0%}")
     if "tokens_per_second" in logs:
         parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in logs:

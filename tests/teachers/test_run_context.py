@@ -282,7 +282,7 @@ def test_results_do_not_depend_on_the_number_of_processes(workplace):
 
 
 def test_each_route_has_its_own_context(workplace):
-    """A route's teacher reads the template of its own; one without a context reads the student's prompt."""
+    """Teachers of a route read its template; one without a context reads the student's prompt."""
     rows = [chat(n, teacher=("best", "failed", "plain")[n % 3]) for n in range(18)]
     (workplace / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     contexts = ["'B {{ best.answer }}'", "'F {{ failed.answer }}'"]
@@ -294,7 +294,7 @@ def test_each_route_has_its_own_context(workplace):
         RUN.split("\n", 2)[2],
         [
             *plugin_override(Path("mine.py")),
-            f"teachers=[{', '.join(given)}, {{model: student, route: plain}}]",
+            f"teachers=[{', '.join([given[0], *given])}, {{model: student, route: plain}}]",  # the first is a mixture
             "data.fields={teacher: teacher}",
             "data.unread=[sum]",
         ],
