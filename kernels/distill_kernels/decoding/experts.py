@@ -23,7 +23,7 @@ from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, tr
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import ExpertActivation, experts, gated
 
-MAX_TOKENS = 8
+MAX_TOKENS = 16  # 1.14 times as fast as the grouped GEMMs there, 0.88 times at 32 (rows `mixture_decode`)
 TILE_ELEMENTS = 4096  # weights that a program has in flight, twice that of gate and up
 
 
