@@ -72,7 +72,7 @@ COMPILED = {"layers compiled": None, "layers compiled, max-autotune": "max-autot
 CLASSES = {  # of kernels, by name; the first that matches
     "attention": r"cudnn|fmha|flash|sdpa|_attention_kernel|_key_gradient|_query_gradient|_row_terms|_ranges",
     "routing": r"_route|_histogram_kernel|_place_kernel|radix|topk|sort",
-    "gather": r"_gather_kernel",
+    "gather": r"_gather_kernel|_gather_quantise",
     "sum over a token's experts": r"_sum_kernel",
     "activation": r"_activation",
     "grouped GEMMs": r"grouped|GroupProblemShape|prepare_grouped",
@@ -332,10 +332,12 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                     error=errors["fp8" if label == FP8 else "ours" if label.startswith("ours") else "grouped_mm"],
                     tokens_per_s=tokens / ms * 1e3,
                 )
-            classes, heaviest = breakdown(runs["ours"])
-            print("\n".join(heaviest), flush=True)
-            for label, ms in classes.items():
-                yield Row("experts", f"{shape}, {part}, ours by kernels", label, ms)
+            for candidate_name in ("ours", FP8):
+                if candidate_name in runs:
+                    classes, heaviest = breakdown(runs[candidate_name])
+                    print("\n".join(heaviest), flush=True)
+                    for label, ms in classes.items():
+                        yield Row("experts", f"{shape}, {part}, {candidate_name} by kernels", label, ms)
         # last, since a process in which a capture has failed may capture nothing more
         for part, call in parts_of(ids, upstream).items():
             try:

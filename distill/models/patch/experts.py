@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from distill_kernels.decoding.experts import decode_experts, is_decoding
+from distill_kernels.decoding.experts import MAX_TOKENS, decode_experts, is_decoding
 from distill_kernels.layers.experts import ExpertActivation, experts
 from distill_kernels.layers.router import MAX_EXPERTS, Score, route
 from distill_kernels.matmul.fp8_experts import Fp8Experts
@@ -31,7 +31,7 @@ from distill.models.trial import FORWARD_ERRORS, Mismatch, compare_forwards
 
 TRIAL_EXPERTS = 4
 TRIAL_CHOICES = 2
-TRIAL_TOKENS = 12
+TRIAL_TOKENS = 2 * MAX_TOKENS  # more than a decoding step's, which have kernels of their own
 
 
 # ---- experts

@@ -8,7 +8,7 @@ few rows, and a GEMM of one row is bound by its weights. Two kernels, each a pro
 sums: a program has some outputs of one slot (gate and up, activated), or of one token (the down products of its k
 experts, added in their order, with router weights, biases and the residual). They read k 3 H I weights a token and
 next to nothing else: at Qwen3-30B-A3B's sizes 75 MB a layer and token, 26 microseconds at 2.9 TB/s. Tokens that share
-an expert read its weights from the L2 cache; from `MAX_TOKENS` on the grouped GEMMs are the better way.
+an expert read its weights from the L2 cache; beyond `MAX_TOKENS` the grouped GEMMs are the better way.
 
 Weights may be e4m3 with a scale an output (`matmul/fp8_experts.py`): half the bytes. Activations are not quantised
 then, since nothing would be faster for it.
@@ -23,7 +23,7 @@ from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, tr
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import ExpertActivation, experts, gated
 
-MAX_TOKENS = 16  # 1.14 times as fast as the grouped GEMMs there, 0.88 times at 32 (rows `mixture_decode`)
+MAX_TOKENS = 16  # measured on an H200 at Qwen3-30B-A3B's sizes: 0.27 ms for 0.31 at 16 tokens, 0.46 for 0.40 at 32
 TILE_ELEMENTS = 4096  # weights that a program has in flight, twice that of gate and up
 
 
