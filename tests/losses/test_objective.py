@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from distill_kernels import FusedJSDLoss, FusedKLLoss, LossTerm
+from distill_kernels import Clip, FusedJSDLoss, FusedKLLoss, LossTerm
 from helpers import relative_error
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_model
@@ -289,15 +289,19 @@ def test_a_failing_loss_leaves_the_head_as_it_was():
 @pytest.mark.parametrize(
     "loss, terms",
     [
-        ("reverse_kl", [("reverse_kl", 1.0, None, None)]),
-        ({"terms": [{"type": "jsd", "beta": 0.3}]}, [("jsd", 1.0, 0.3, None)]),
-        ([LossTerm("tvd", 2.0)], [("tvd", 2.0, None, None)]),
-        (FusedJSDLoss(beta=0.2), [("jsd", 1.0, 0.2, None), ("cross_entropy", 0.0, None, None)]),
+        ("reverse_kl", [LossTerm("reverse_kl", 1.0)]),
+        ({"terms": [{"type": "jsd", "beta": 0.3}]}, [LossTerm("jsd", 1.0, beta=0.3)]),
+        (
+            {"terms": [{"type": "jsd", "clip": {"entry": 0.05}}], "temperature": {"student": 1.1}},
+            [LossTerm("jsd", 1.0, beta=0.5, clip=Clip(entry=0.05))],
+        ),
+        ([LossTerm("tvd", 2.0)], [LossTerm("tvd", 2.0)]),
+        (FusedJSDLoss(beta=0.2), [LossTerm("jsd", 1.0, beta=0.2), LossTerm("cross_entropy", 0.0)]),
     ],
 )
 def test_ways_to_name_a_loss(loss, terms):
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), loss)
-    assert [tuple(term) for term in objective.loss.terms] == terms
+    assert list(objective.loss.terms) == terms
 
 
 def test_a_loss_that_ignores_the_soft_cap_is_refused():

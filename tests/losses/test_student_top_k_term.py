@@ -323,6 +323,7 @@ def test_recipes_with_this_loss():
         "weight": 1.0,
         "k": 64,
         "tail": "bucket",
+        "clip": None,
     }
     parse(BASE + TERM, ["data.on_policy={fraction: 0.5, temperature: 0.7}"])
     parse(BASE + TERM, ["teacher={type: cache, path: there}"])  # which may hold hidden states

@@ -5,7 +5,7 @@ import torch
 from subjects import across, informed, kept, one, routed, several
 
 from distill.models.flops import FlopCounts, count_flops
-from distill.training.metrics import Meter
+from distill.training.metrics import Meter, count_sums
 
 MAKERS = {"one": one, "mixture": several, "context": informed, "cross": across, "routed": routed}
 
@@ -56,7 +56,7 @@ def test_heads_are_counted_for_the_tokens_of_their_routes():
     objective = subject.objective()
     meter = Meter(torch.device("cpu"), heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
-    meter.add(batch, torch.zeros(13))
+    meter.add(batch, torch.zeros(count_sums(objective.routes)))
     figures = meter.read(lambda values: values)
     expected = len(batch["route0_rows"]) + 10 * len(batch["route1_rows"])
     assert figures["mfu_teacher"] * 1e6 * figures["seconds"] == pytest.approx(expected)
