@@ -95,6 +95,7 @@ from distill.training.untrained import UntrainedWeights
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+    from distill.data.stream import RowStream, StreamedRows
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.objectives.plugin import Plugin
     from distill.planning.run_plan import RunPlan
@@ -375,7 +376,7 @@ class Run:
             arguments,
             loss=recipe.loss.with_kept_layers(pair.layer_indices),
             vocab_size=pair.vocab_size,
-            train_dataset=splits.epochs,
+            train_dataset=splits.epochs if splits.stream is None else self._streamed(splits.stream, prepared.plan),
             eval_dataset=splits.validation,
             batch_columns=rollout_columns(recipe),
             token_weights=None if self.plugin is None else self.plugin.token_weights,
@@ -392,6 +393,12 @@ class Run:
             section = recipe.student.quantise
             notes.append(quantise_for_training(trainer, section, splits.train, resumed=resumed, begins=begins))
         return trainer, notes
+
+    def _streamed(self, stream: RowStream, plan: RunPlan) -> StreamedRows:
+        """Return the rows of all steps of the run, of which this process reads its share."""
+        rank = self.process.process_index
+        count = plan.steps * plan.accumulation * plan.rows * plan.world
+        return stream.rows(count, batch_rows=plan.rows, rank=rank, ranks=plan.world)
 
     def _require_figure(self, trainer: DistillationTrainer) -> None:
         """Check that evaluations have the figure of `train.keep_best`; the loss decides which divergence they have."""
