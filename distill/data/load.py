@@ -237,6 +237,7 @@ def load_rows(
     stream = None
     if data.streaming:
         splits.report.is_sample = True
+        splits.report.longest = data.max_length  # of the documents to come
         origins = [documents.origin[chosen] for documents, chosen in held_out]
         layout = Layout(data.packing, data.max_length, _answer_room(data, room), data.shuffle_buffer, seed)
         stream = RowStream(streamed, layout, np.unique(np.concatenate(origins)), data.workers)

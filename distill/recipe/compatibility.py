@@ -341,8 +341,10 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement("data.streaming", lambda recipe: recipe.data.streaming, ("new rows", "text")),
     Requirement("train.epochs", lambda recipe: recipe.train.epochs is not None, ("data of a known length",)),
-    Requirement(  # which are given the row that a prompt comes from, by its number
-        "loss.terms: a reward", lambda recipe: recipe.loss.rewarded is not None, ("data of a known length",)
+    Requirement(  # which is given the row that a prompt comes from, by its number
+        "a reward",
+        lambda recipe: reward_of(recipe.loss, recipe.data.active_on_policy) is not None,
+        ("data of a known length",),
     ),
     Requirement(
         f"loss.terms: {' and '.join(SEPARATE)}",
@@ -392,7 +394,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         f"teacher.context.template: {', '.join(OF_THE_RUN)}",
         lambda recipe: _contexts_read(recipe, *OF_THE_RUN),
-        ("rollouts",),
+        ("rollouts", "data of a known length"),
     ),
     Requirement(
         f"teacher.context.template: {', '.join(OTHERS)}",
