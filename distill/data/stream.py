@@ -106,7 +106,7 @@ class StreamedSource(NamedTuple):
     """A source that is streamed.
 
     Attributes:
-        index: Index of the source, as in the column `row`.
+        number: Index of the source, as in the column `row`.
         source: Its rows.
         encoder: Encoder of its rows.
         share: Fraction of the packed rows that are of this source.
@@ -114,7 +114,7 @@ class StreamedSource(NamedTuple):
         max_rows: Index of the row before which it ends; None for all.
     """
 
-    index: int
+    number: int
     source: DataSource
     encoder: RowEncoder
     share: float
@@ -302,7 +302,7 @@ class SourceReader:
     def _packed(self, place: Place, found: Sequence[TokenisedDocument]) -> list[Row]:
         """Return the documents of a window that begins at a place, in packed rows."""
         layout = self.layout
-        documents = gather_documents(found, self.streamed.encoder.columns).with_row_column(self.streamed.index)
+        documents = gather_documents(found, self.streamed.encoder.columns).with_row_column(self.streamed.number)
         chosen = np.flatnonzero(~np.isin(documents.origin, self.held_out))
         if not len(chosen):
             return []
@@ -310,7 +310,7 @@ class SourceReader:
         if layout.answer_room:
             lengths = documents.lengths_with_answers(layout.answer_room, layout.capacity)
         if layout.shuffle_buffer:
-            entropy = [layout.seed, self.streamed.index, place.epoch, place.number]
+            entropy = [layout.seed, self.streamed.number, place.epoch, place.number]
             seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
             groups = shuffle_into_rows(
                 lengths, chosen, packing=layout.packing, capacity=layout.capacity, seed=seed

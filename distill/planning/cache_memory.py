@@ -49,7 +49,7 @@ def caching_memory(
     tokens = (batch_size or recipe.train.batch_size) * recipe.data.max_length
     forward = tokens * size * (4 * teacher.hidden + 2 * (teacher.query + teacher.key_value) + 3 * teacher.intermediate)
     encoding = min(CHUNK_ELEMENTS["cuda"], tokens * teacher.vocabulary) * BYTES_PER_LOGIT
-    student = plan.student.shape.parameters * plan.precision.student.itemsize
+    student = float(plan.student.shape.parameters * plan.precision.student.itemsize)
     frozen = student_weights(recipe.student, plan.precision.student, sharded=False)
     if shares and frozen is not None:
         student -= footprint.checkpoints.get(frozen, 0.0)
