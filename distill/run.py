@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import transformers
 from accelerate import PartialState
 from distill_kernels import tuning
+from torch import nn
 
 from distill.core import console
 from distill.core.files import write_text
@@ -46,6 +47,7 @@ from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
 from distill.generation.decode_loop import DecodeEngine
 from distill.generation.from_recipe import require_prompts, rollout_columns, rollouts_from_recipe
+from distill.generation.option_scores import OptionScorer
 from distill.generation.tasks import BATCH, StudentTasks, TaskQuestions, read_tasks
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
@@ -95,6 +97,7 @@ from distill.training.untrained import UntrainedWeights
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+    from distill.data.stream import RowStream, StreamedRows
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.objectives.plugin import Plugin
     from distill.planning.run_plan import RunPlan
@@ -375,7 +378,7 @@ class Run:
             arguments,
             loss=recipe.loss.with_kept_layers(pair.layer_indices),
             vocab_size=pair.vocab_size,
-            train_dataset=splits.epochs,
+            train_dataset=splits.epochs if splits.stream is None else self._streamed(splits.stream, prepared.plan),
             eval_dataset=splits.validation,
             batch_columns=rollout_columns(recipe),
             token_weights=None if self.plugin is None else self.plugin.token_weights,
@@ -392,6 +395,12 @@ class Run:
             section = recipe.student.quantise
             notes.append(quantise_for_training(trainer, section, splits.train, resumed=resumed, begins=begins))
         return trainer, notes
+
+    def _streamed(self, stream: RowStream, plan: RunPlan) -> StreamedRows:
+        """Return the rows of all steps of the run, of which this process reads its share."""
+        rank = self.process.process_index
+        count = plan.steps * plan.accumulation * plan.rows * plan.world
+        return stream.rows(count, batch_rows=plan.rows, rank=rank, ranks=plan.world)
 
     def _require_figure(self, trainer: DistillationTrainer) -> None:
         """Check that evaluations have the figure of `train.keep_best`; the loss decides which divergence they have."""
@@ -455,22 +464,29 @@ class Run:
             pair.student, pair.tokenizer, pair.vocabulary.template, autocast=prepared.context.precision.autocast
         )
         is_sharded = prepared.context.placement.student_sharded
+        batch_size = recipe.eval.batch_size or BATCH
         # of a sharded student the model that holds the shards, which exists only once training has begun
         whole = None if is_sharded else engine_for("distill", pair.student, settings, trains=True, field="eval.tasks")
 
+        def model() -> nn.Module:
+            return trainer.accelerator.unwrap_model(trainer.model) if is_sharded else pair.student
+
         def engine() -> DecodeEngine:
-            if whole is not None:
-                return whole
-            return TransformersEngine(trainer.accelerator.unwrap_model(trainer.model), settings, collective=True)
+            return TransformersEngine(model(), settings, collective=True) if whole is None else whole
+
+        def scorer() -> OptionScorer:
+            transform = trainer.objective.alignment.student
+            return OptionScorer(model(), pair.tokenizer, transform, batch_size, settings.autocast)
 
         return StudentTasks(
             prepared.tasks,
             engine,
+            scorer,
             pair.tokenizer,
             settings.ends,
             is_sharded=is_sharded,
             folder=self.run_lock.folder,
-            batch_size=recipe.eval.batch_size or BATCH,
+            batch_size=batch_size,
         )
 
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from distill.training.untrained import UntrainedWeights, must_measure_first
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+
+log = logging.getLogger(__name__)
 
 
 class RunResult(NamedTuple):
@@ -183,10 +186,16 @@ class RunResults:
         for questions in () if self.tasks is None else self.tasks.questions:
             texts = [prompt.text for prompt in questions.prompts]
             settings = Generate(prompts=texts, max_new_tokens=questions.task.max_new_tokens)
+            teacher = self.pair.teacher
             with console.announced("answering", f"{questions.name}, the teacher", len(texts)):
-                responses = self.pair.teacher.respond(texts, settings)
+                is_generated = questions.task.is_generated
+                responses = teacher.respond(texts, settings) if is_generated else teacher.choose(questions)
             if responses is not None and is_main_process():
                 found[questions.name] = questions.accuracy(responses)
+        if self.tasks is not None and not found and is_main_process():
+            log.warning(
+                "eval.tasks: no accuracy of the teacher (%s), which answers no prompts in this run", self.source.title()
+            )
         return found
 
     def _write_before(self, figures: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ def evaluate(
         bool, typer.Option("--speculative", help="Also measure acceptance as the teacher's draft model (16 responses).")
     ] = False,
     tasks: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Run tasks of lm-evaluation-harness instead (if installed).")
+        str | None,
+        typer.Option(metavar="LIST", help="Run tasks instead: the recipe's, or lm-evaluation-harness's (an extra)."),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Maximum examples per task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to tasks.")] = False,
@@ -179,10 +180,12 @@ def _run_tasks(
     as_json: bool,
 ) -> None:
     from distill.evaluation import targets
-    from distill.evaluation.tasks import chat_variables, check_tasks, run_tasks
+    from distill.evaluation.tasks import chat_variables, check_tasks, recipe_tasks, run_recipe_tasks, run_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = targets.find_target(target)
+    own_tasks = recipe_tasks(found.recipe, names, limit)
+    names = [name for name in names if name not in {questions.name for questions in own_tasks}]
     missing = None if teacher is not None else targets.missing_teacher(found, "eval --tasks")
     if missing is not None and found.recipe is not None:
         console.print_error(f"without the teacher: {missing}")
@@ -192,7 +195,7 @@ def _run_tasks(
             "parallel.teacher: expected an unsharded teacher for tasks, got a sharded one; if it fits one GPU, set "
             "CUDA_VISIBLE_DEVICES=0"
         )
-    found_tasks = check_tasks(names, folder)
+    found_tasks = None if own_tasks and not names else check_tasks(names, folder)
     own = targets.tokenizer_of(found)
     tokenizers = {"student": own, "before": own}
     if compares:
@@ -205,7 +208,9 @@ def _run_tasks(
             models["before"], _ = targets.load_target(targets.find_target(before))
         if compares:
             models["teacher"] = targets.load_teacher_of(found, teacher, command="eval --tasks")
-    scores = run_tasks(models, tokenizers, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
+    scores = run_recipe_tasks(models, tokenizers, own_tasks, batch_size=batch_size)
+    if found_tasks is not None:
+        scores += run_tasks(models, tokenizers, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
         print_json(scores)
         return

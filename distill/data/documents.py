@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -46,8 +46,8 @@ def tokenise_documents(
 
     def build(folder: Path) -> None:
         logger.info("tokenising %s", source.name)
-        batches = _batches(enumerate(islice(source.rows(), max_rows)))
-        tally = _write(folder, tuple(encoder.columns), _encoded(batches, encoder, workers))
+        batches = row_batches(enumerate(islice(source.rows(), max_rows)))
+        tally = _write(folder, tuple(encoder.columns), encoded_batches(batches, encoder, workers))
         (folder / "tally.json").write_text(json.dumps(vars(tally)))
 
     folder, cached = cached_folder(key, build, cache=cache)
@@ -65,7 +65,29 @@ def tokenise_documents(
     return Documents(columns, origin, pointers, rows), tally, key, cached
 
 
-def _batches(rows: Iterable[tuple[int, RawRow | RowFault]]) -> Iterator[RowBatch]:
+def gather_documents(documents: Sequence[TokenisedDocument], names: Mapping[str, tuple[str, ...]]) -> Documents:
+    """Return documents in memory, as `tokenise_documents` returns those of a whole source.
+
+    Args:
+        names: Columns of the encoder.
+    """
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for document in documents:
+        for name, values in document.columns().items():
+            columns[name].append(values)
+    empty = np.zeros(0, dtype=np.int32)
+    return Documents(
+        {
+            name: Ragged(np.concatenate([empty, *lists]), np.cumsum([0, *map(len, lists)], dtype=np.int64))
+            for name, lists in columns.items()
+        },
+        np.array([document.origin for document in documents], dtype=np.uint64),
+        {name: into for name, into in names.items() if into},
+        np.array([(document.row, document.message) for document in documents], dtype=np.int32).reshape(-1, 2),
+    )
+
+
+def row_batches(rows: Iterable[tuple[int, RawRow | RowFault]]) -> Iterator[RowBatch]:
     batch: RowBatch = []
     characters = 0
     for number, row in rows:
@@ -80,7 +102,7 @@ def _batches(rows: Iterable[tuple[int, RawRow | RowFault]]) -> Iterator[RowBatch
         yield batch
 
 
-def _encoded(
+def encoded_batches(
     batches: Iterator[RowBatch], encoder: RowEncoder, workers: int
 ) -> Iterator[tuple[Iterable[TokenisedDocument], RowCounts]]:
     """Yield each batch's documents in order, with a tally that is complete once they are read.

@@ -34,6 +34,7 @@ from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.sources import DataSource, open_source, prompt_lines
+from distill.data.stream import Layout, RowStream, StreamedSource
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Encoder, RowEncoder
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNTHETIC_ROWS = 1024
+SAMPLE_ROWS = 2048  # of a stream, which its report and `distill check` are made from
 FIRST_ROWS = 200  # rows that are looked at before all are tokenised
 
 
@@ -59,6 +61,7 @@ class Splits(NamedTuple):
         report: Report of the data.
         mix: Number of rows of each source in an epoch; None for a single source.
         sets: Rows of each further held-out set, by name.
+        stream: What is trained on with `data.streaming`: `train` then holds its first rows, which the report is of.
     """
 
     train: datasets.Dataset
@@ -66,6 +69,7 @@ class Splits(NamedTuple):
     report: DataReport
     mix: Mix | None
     sets: Mapping[str, datasets.Dataset]
+    stream: RowStream | None = None
 
     @property
     def held_out(self) -> dict[str, datasets.Dataset]:
@@ -79,7 +83,10 @@ class Splits(NamedTuple):
 
     @property
     def epochs(self) -> datasets.Dataset | MixedRows:
-        """Return the rows that a trainer reads: as many as `train` has, for several sources by their weights."""
+        """Return the rows that a trainer reads: as many as `train` has, for several sources by their weights.
+
+        Of a stream these are its first rows.
+        """
         if self.mix is None:
             return self.train
         from distill.data.mixing import MixedRows
@@ -132,6 +139,7 @@ def load_rows(
         encoder_for: Function from a format and a source to its encoder.
         room: Tokens that a rollout may have in a row beside those of its prompt and its response.
     """
+    streamed: list[StreamedSource] = []
 
     def read(part: DataPart, number: int) -> tuple[Documents, DataReport, str]:
         data = part.data
@@ -139,8 +147,18 @@ def load_rows(
         encoder = encoder_for(format_of(source, data, templates), part)
         format = encoder.format
         check_first_rows(source, format)
+        most = data.max_rows
+        if data.streaming:
+            first = _first_held_out(data.validation, part)
+            streamed.append(StreamedSource(number, source, encoder, part.share, first, most))
+            most = min(first + SAMPLE_ROWS, most or first + SAMPLE_ROWS)
         documents, tally, key, cached = tokenise_documents(
-            source, encoder, max_rows=data.max_rows, workers=data.workers, cache=data.cache
+            # the digest of a stream does not tell a file whose middle was changed
+            source,
+            encoder,
+            max_rows=most,
+            workers=data.workers,
+            cache=data.cache and not data.streaming,
         )
         _check(documents, tally, source, part.field)
         require_words_are_read(tally, format, source.name)
@@ -166,7 +184,10 @@ def load_rows(
             )
         sections = [_share_of(data.validation, part) for part in data.parts]
         for (documents, _, _), section in zip(sources, sections, strict=True):
-            chosen, rest = _hold_out(documents.origin, section)
+            if data.streaming:
+                chosen, rest = _hold_out_first(documents, section)
+            else:
+                chosen, rest = _hold_out(documents.origin, section)
             held_out.append((documents, chosen))
             rests.append(rest)
     else:
@@ -213,7 +234,14 @@ def load_rows(
         )
     splits = parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
     rows = {name: _held_out_rows(data, *found) for name, found in sets.items()}
-    return splits._replace(sets=rows)
+    stream = None
+    if data.streaming:
+        splits.report.is_sample = True
+        splits.report.longest = data.max_length  # of the documents to come
+        origins = [documents.origin[chosen] for documents, chosen in held_out]
+        layout = Layout(data.packing, data.max_length, _answer_room(data, room), data.shuffle_buffer, seed)
+        stream = RowStream(streamed, layout, np.unique(np.concatenate(origins)), data.workers)
+    return splits._replace(sets=rows, stream=stream)
 
 
 def _held_out_rows(data: Data, held_out: Chosen, key: str, section: Validation) -> datasets.Dataset:
@@ -229,6 +257,11 @@ def _selection(section: Validation) -> dict[str, Any]:
 def _share_of(section: Validation, part: DataPart) -> Validation:
     most = section.max_rows and max(1, round(section.max_rows * part.share))
     return section.model_copy(update={"max_rows": most})
+
+
+def _first_held_out(section: Validation, part: DataPart) -> int:
+    """Return the number of rows at the beginning of a streamed source that are held out."""
+    return 0 if section.source is not None else _share_of(section, part).max_rows or 0
 
 
 def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
@@ -250,7 +283,7 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
 def source_of(part: DataPart) -> DataSource:
     """Open the rows of one source of a recipe, numbered as the column `row` of tokenised data has them."""
     data = part.data
-    source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
+    source = open_source(data.source, field=part.field, subset=data.subset, split=data.split, streaming=data.streaming)
     return prompt_lines(source, data.source) if data.format == "prompts" else source
 
 
@@ -385,6 +418,19 @@ def _hold_out(origin: np.ndarray, section: Validation) -> tuple[np.ndarray, np.n
     return np.flatnonzero(held_out), np.flatnonzero(~held_out)
 
 
+def _hold_out_first(documents: Documents, section: Validation) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices of the documents of a stream's first rows, and of the others without copies of these."""
+    is_first = documents.source_rows[:, 0] < (section.max_rows or 0)
+    is_held_out = np.isin(documents.origin, documents.origin[is_first])
+    if not is_first.any() or is_held_out.all():
+        raise ValueError(
+            f"data.validation: expected documents in the first {section.max_rows or 0} rows of a stream, which are "
+            f"held out, and others after them; got {int(is_first.sum())} and {int((~is_held_out).sum())}; change "
+            "data.validation.max_rows, or set data.validation.source"
+        )
+    return np.flatnonzero(is_first), np.flatnonzero(~is_held_out)
+
+
 def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:
     return texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
 
@@ -403,6 +449,7 @@ def _validation_part(data: Data) -> DataPart:
         )
     kind = "auto" if data.parts[0].data.format == "prompts" else data.parts[0].data.format
     update: dict[str, object] = {"format": kind, "source": place, "sources": [], "split": split, "max_rows": None}
+    update["streaming"] = False
     return data.parts[0]._replace(field="data.validation.source", data=data.model_copy(update=update), teacher=None)
 
 
@@ -421,8 +468,7 @@ def _pack(
         )
     key_of_source, section = settings
     decided = (key_of_source, data.packing, data.max_length, _selection(section))
-    own = data.active_on_policy if data.packing else None
-    new = 0 if own is None else own.max_new_tokens + room
+    new = _answer_room(data, room)
     whole = data.generates_every_turn
     # no value for what does not apply: keys of files that were written before these settings existed stay valid
     added: list[int | str] = [new] if new > 0 else []
@@ -436,6 +482,12 @@ def _pack(
     report.rows = len(train)
     report.validation_rows = len(validation)
     return Splits(train, validation, report, None, {})
+
+
+def _answer_room(data: Data, room: int) -> int:
+    """Return the tokens that a packed row leaves to the last response of each document; 0 without rollouts."""
+    own = data.active_on_policy if data.packing else None
+    return 0 if own is None else own.max_new_tokens + room
 
 
 def _dataset(

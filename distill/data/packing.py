@@ -224,6 +224,14 @@ def shuffle_into_rows(
     return Rows([groups[number] for number in random.permutation(len(groups))], np.arange(len(groups), dtype=np.int32))
 
 
+def rows_in_order(lengths: np.ndarray, chosen: np.ndarray, *, packing: bool, capacity: int) -> list[np.ndarray]:
+    """Return the documents of each row, in their own order: a row stands where its first document does."""
+    if not packing:
+        return list(chosen[:, None])
+    groups = [chosen[np.sort(group)] for group in best_fit(lengths[chosen], capacity)]
+    return sorted(groups, key=lambda group: int(group[0]))
+
+
 def _rows_together(
     lengths: np.ndarray,
     chosen: np.ndarray,

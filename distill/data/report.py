@@ -39,6 +39,7 @@ class DataReport(RowCounts):
         from_cache: Whether tokens came from the cache.
         parts: Reports of several sources, of which the counts above are the sums.
         epoch_rows: Rows of this source in an epoch.
+        is_sample: Whether the data are a stream, of which only the first rows were read.
     """
 
     source: str = ""
@@ -60,6 +61,7 @@ class DataReport(RowCounts):
     from_cache: bool = False
     parts: list[DataReport] = field(default_factory=list)
     epoch_rows: int = 0
+    is_sample: bool = False
 
     @classmethod
     def of(cls, parts: list[Self], epoch_rows: Sequence[int]) -> Self:
@@ -115,6 +117,8 @@ class DataReport(RowCounts):
             f"held out: {plural(self.validation_documents, 'document')}, {plural(self.validation_tokens, 'token')}",
             *self._shares(),
         ]
+        if self.is_sample:
+            lines.insert(1, "streaming: figures are estimates from these first rows; the others are read in training")
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
             lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
         if self.copies:

@@ -7,14 +7,16 @@ yielded as a `RowFault`: one bad line never ends the reading of a file, and is c
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
@@ -53,6 +55,7 @@ STDLIB_SKIPPED = {
     "distutils",
 }
 SUFFIXES = tuple(READERS)
+END_BYTES = 1 << 16
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -66,6 +69,7 @@ class DataSource:
         rows: Function that reads the rows from the start.
         columns: Columns, where the source declares them.
         kind: `text` where the source can only hold running text.
+        shards: Functions that read its parts, whose rows are `rows` one after the other; empty for one part.
     """
 
     name: str
@@ -73,10 +77,20 @@ class DataSource:
     rows: Callable[[], Rows]
     columns: tuple[str, ...] | None = None
     kind: str | None = None
+    shards: tuple[Callable[[], Rows], ...] = ()
+
+    @property
+    def parts(self) -> tuple[Callable[[], Rows], ...]:
+        return self.shards or (self.rows,)
 
 
 def open_source(
-    source: str, *, field: str = "data.source", subset: str | None = None, split: str = "train"
+    source: str,
+    *,
+    field: str = "data.source",
+    subset: str | None = None,
+    split: str = "train",
+    streaming: bool = False,
 ) -> DataSource:
     """Open the source that `source` names.
 
@@ -85,6 +99,8 @@ def open_source(
         field: The recipe's field that holds it, for error messages.
         subset: Configuration of a hub data set.
         split: Split of a hub data set, or of a folder whose files are named by split.
+        streaming: Read nothing but what is iterated: files are identified by name, size, beginning and end, and a data
+            set of the hub is not downloaded whole.
 
     Raises:
         ValueError: Nothing of that name can be read; the message names alternatives.
@@ -93,17 +109,19 @@ def open_source(
         return _stdlib()
     path = local_path(source)
     if path.is_file():
-        return _of_files(source, [path], field)
+        return _of_files(source, [path], field, whole=not streaming)
     if path.is_dir():
         saved = {"dataset_dict.json"}, {"state.json", "dataset_info.json"}  # by save_to_disk
         if any(all((path / name).is_file() for name in names) for names in saved):
             return _hub_layout(source, split, lambda: _load_saved(path, field))
-        return _of_files(source, _files_of_folder(path, split, field), field)
+        return _of_files(source, _files_of_folder(path, split, field), field, whole=not streaming)
     if path.exists():
         raise ValueError(f"{field}: expected a file or folder, got a pipe or a device: {source!r}")
     fault = missing_file(source, field)
     if fault:
         raise ValueError(fault)
+    if streaming:
+        return _stream_hub(source, subset, split, field)
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
 
 
@@ -218,7 +236,7 @@ def _split_of(path: Path) -> str | None:
     return None
 
 
-def _of_files(name: str, files: list[Path], field: str) -> DataSource:
+def _of_files(name: str, files: list[Path], field: str, *, whole: bool) -> DataSource:
     digest = hashlib.sha256()
     for path in files:
         if kind_of_file(path) not in SUFFIXES:
@@ -227,16 +245,31 @@ def _of_files(name: str, files: list[Path], field: str) -> DataSource:
         digest.update(f"{kind_of_file(path)}\0".encode())
         try:
             with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+                if whole:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                else:
+                    digest.update(_ends_of(file))
         except OSError as error:
             raise ValueError(f"{field}: {path} cannot be read: {error.strerror or error}") from error
 
+    shards = tuple(functools.partial(read_file, path, field) for path in files)
+
     def rows() -> Rows:
-        for path in files:
-            yield from read_file(path, field)
+        for shard in shards:
+            yield from shard()
 
     only_text = all(kind_of_file(path) == ".txt" for path in files)
-    return DataSource(name, digest.hexdigest(), rows, ("text",) if only_text else None, "text" if only_text else None)
+    columns = ("text",) if only_text else None
+    return DataSource(name, digest.hexdigest(), rows, columns, "text" if only_text else None, shards)
+
+
+def _ends_of(file: BinaryIO) -> bytes:
+    """Return what tells a file of a stream from another without reading it whole: its size, beginning and end."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    beginning = file.read(END_BYTES)
+    file.seek(max(0, size - END_BYTES))
+    return size.to_bytes(8, "little") + beginning + file.read(END_BYTES)
 
 
 # through the datasets library
@@ -267,11 +300,44 @@ def _load_saved(path: Path, field: str) -> Any:
 
 def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:
     import datasets
+
+    with _hub_errors(name, field):
+        return datasets.load_dataset(name, subset, split=split)
+
+
+def _stream_hub(name: str, subset: str | None, split: str, field: str) -> DataSource:
+    """Return a data set of the hub whose files are read while it is iterated, one shard after the other."""
+    import datasets
+
+    with _hub_errors(name, field):
+        builder = datasets.load_dataset_builder(name, subset)
+        dataset = builder.as_streaming_dataset(split=split)
+    count = dataset.num_shards
+
+    def rows_of(shard: int) -> Rows:
+        yield from map(TableRow, dataset.shard(num_shards=count, index=shard))
+
+    shards = tuple(functools.partial(rows_of, shard) for shard in range(count))
+
+    def rows() -> Rows:
+        for shard in shards:
+            yield from shard()
+
+    columns = None if dataset.column_names is None else tuple(dataset.column_names)
+    # both hold hashes of the files' names and of their versions on the hub
+    digest = hashlib.sha256("\0".join([name, builder.config_id, str(builder.hash), split]).encode()).hexdigest()
+    return DataSource(name, digest, rows, columns, None, shards)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str, field: str) -> Iterator[None]:
+    """Raise a ValueError of one line where the hub does not have a data set, or cannot be reached."""
+    import datasets
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     local = "for local data, give the path of a json, jsonl, csv, parquet or txt file, or a folder of them"
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        yield
     except datasets.exceptions.DatasetNotFoundError as error:
         raise ValueError(f"{field}: {_reason(error)}; {local}") from error
     except (ConnectionError, OfflineModeIsEnabled, HfHubHTTPError, TimeoutError) as error:

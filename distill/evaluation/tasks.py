@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (package `lm_eval`, an optional extra) on loaded models.
+"""Tasks on loaded models: a recipe's, and those of EleutherAI's lm-evaluation-harness (package `lm_eval`, an extra).
 
     models = {"student": student, "teacher": teacher}
     scores = run_tasks(models, dict.fromkeys(models, tokenizer), check_tasks(["hellaswag"]))
@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.data.chat import template_kwargs_of
+from distill.generation.engines import greedy_responses
+from distill.generation.option_scores import OptionScorer
+from distill.generation.task_answers import read_task
+from distill.generation.tasks import TaskQuestions
+from distill.models.head import probe_logits
+from distill.recipe import Recipe
 
 INSTALL = 'pip install "lm-eval>=0.4.9"'
 
@@ -150,3 +156,49 @@ def _scores(figures: Mapping[str, Any]) -> list[tuple[str, TaskMetric]]:
         label = metric if filtered == "none" else f"{metric} ({filtered})"
         scores.append((label, TaskMetric(float(value), float(error) if known else math.nan)))  # type: ignore[arg-type]
     return scores
+
+
+def recipe_tasks(recipe: Recipe | None, names: Sequence[str], limit: int | None) -> list[TaskQuestions]:
+    """Return the tasks of a recipe (`eval.tasks`) among some names, with their prompts.
+
+    Raises:
+        ValueError: A task is checked by a function of a file, which only a run is allowed to call.
+    """
+    found = []
+    for number, task in enumerate([] if recipe is None else recipe.eval.tasks):
+        if task.name not in names:
+            continue
+        if task.checker_file is not None:
+            raise ValueError(f"--tasks: {task.name} is checked by {task.used_checker}, which distill run alone calls")
+        limits = [most for most in (limit, task.limit) if most is not None]
+        task = task.model_copy(update={"limit": min(limits, default=None)})
+        found.append(TaskQuestions(task, read_task(task, f"eval.tasks.{number}"), b""))
+    return found
+
+
+def run_recipe_tasks(
+    models: Mapping[str, Any], tokenizers: Mapping[str, Any], tasks: Sequence[TaskQuestions], *, batch_size: int
+) -> list[TaskScore]:
+    """Return the accuracy of every model in a recipe's tasks, as a run measures it.
+
+    Args:
+        models: Causal language models by name.
+        tokenizers: Tokenizer of each model.
+        batch_size: Options that are compared at once.
+    """
+    found = []
+    for questions in tasks:
+        of = {}
+        for name, model in models.items():
+            if questions.task.is_generated:
+                texts = [prompt.text for prompt in questions.prompts]
+                responses = greedy_responses(model, tokenizers[name], texts, questions.task.max_new_tokens)
+            else:
+                scorer = OptionScorer(model, tokenizers[name], probe_logits(model, name), batch_size)
+                responses = questions.choose(scorer, range(len(questions.prompts)))
+            accuracy = questions.accuracy(responses)
+            # of the mean of zeros and ones, as the harness computes it
+            error = math.sqrt(accuracy.value * (1 - accuracy.value) / max(accuracy.prompts - 1, 1))
+            of[name] = TaskMetric(accuracy.value, error)
+        found.append(TaskScore(questions.name, "accuracy", of))
+    return found

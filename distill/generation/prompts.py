@@ -154,9 +154,16 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> list[int]:
 
     Several turns are a chat, which needs a template; its keyword arguments are those that the tokenizer is saved with.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    text = render_prompt(tokenizer, prompt)
+    if text is None:
         return list(tokenizer(prompt).input_ids)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def render_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> str | None:
+    """Return a prompt as the chat template renders it, up to where the response begins; None without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     kwargs = template_kwargs_of(tokenizer)
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs))

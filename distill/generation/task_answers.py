@@ -3,7 +3,7 @@
 GSM8K (Cobbe et al., 2021, arXiv 2110.14168) is checked by the last number of a response, as the filter
 `flexible-extract` of EleutherAI's lm-evaluation-harness does. Multiple choice asks for a letter and reads it from the
 response, as the harness's generative tasks do (`mmlu_*_generative`); its other tasks compare log-probabilities of the
-options instead, with which these figures are not comparable.
+options, as the format `choices` does (`option_scores.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 from distill.data.sources import RowFault, open_source
 from distill.recipe.evaluation import Task
 
-PROMPTS = ("prompt", "question", "instruction")
+# the last ones as in OpenBookQA (Mihaylov et al., 2018) and HellaSwag (Zellers et al., 2019)
+PROMPTS = ("prompt", "question", "instruction", "question_stem", "ctx")
 ANSWERS = ("answer", "answerKey", "completion", "target", "label")
-CHOICES = ("choices", "options")
+CHOICES = ("choices", "options", "endings")
 TEMPLATES = {
     "plain": "{prompt}",
     "gsm8k": "{prompt}\n\nSolve this step by step, and end with a line #### and the number.",
     "multiple_choice": "{prompt}\n\nAnswer with the letter of the right option.",
+    "choices": "{prompt}",
 }
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 Z = 1.959963984540054  # quantile of the normal distribution for an interval of 95 %
@@ -36,9 +38,10 @@ class TaskPrompt(NamedTuple):
     Attributes:
         location: The row, as error messages name it.
         text: Text of the user's message.
-        answer: The right answer, as the checker compares it; of `multiple_choice` a letter.
+        answer: The right answer, as the checker compares it; of `multiple_choice` a letter, of `choices` an option.
         letters: Letters of the options; empty without options.
         row: All columns of the row.
+        options: Texts of the options; empty without options.
     """
 
     location: str
@@ -46,6 +49,7 @@ class TaskPrompt(NamedTuple):
     answer: str
     letters: str
     row: dict[str, Any]
+    options: tuple[str, ...] = ()
 
 
 class Accuracy(NamedTuple):
@@ -117,11 +121,14 @@ def _prompt_of(task: Task, row: dict[str, Any], location: str, field: str) -> Ta
     answer = _column(row, task.fields.answer, ANSWERS, f"{field}.fields.answer", location)
     template = task.template or TEMPLATES[task.format]
     letters = ""
-    if task.format == "multiple_choice":
+    options: list[str] = []
+    if task.format in ("multiple_choice", "choices"):
         choices = _column(row, task.fields.choices, CHOICES, f"{field}.fields.choices", location)
         labels, options = _options(choices, f"{field}.fields.choices", location)
         letters = string.ascii_uppercase[: len(options)]
         right = _right_option(answer, labels, options, f"{field}.fields.answer", location)
+        answer = options[right]
+    if task.format == "multiple_choice":
         prompt = "\n".join(
             [f"{prompt}\n", *(f"{letter}. {text}" for letter, text in zip(letters, options, strict=True))]
         )
@@ -129,7 +136,8 @@ def _prompt_of(task: Task, row: dict[str, Any], location: str, field: str) -> Ta
     if task.format == "gsm8k":
         answer = str(answer).rpartition("####")[2].strip()
     # not str.format: prompts have braces of their own
-    return TaskPrompt(location, template.replace("{prompt}", str(prompt)), str(answer), letters, row)
+    text = template.replace("{prompt}", str(prompt))
+    return TaskPrompt(location, text, str(answer), letters, row, tuple(options))
 
 
 def _column(row: dict[str, Any], named: str | None, usual: Sequence[str], field: str, location: str) -> Any:

@@ -20,6 +20,7 @@ from distill.core.files import write_text
 from distill.core.ranks import is_main_process, world_size
 from distill.generation.decode_loop import DecodeEngine
 from distill.generation.function_calls import FunctionInput, RewardFunction
+from distill.generation.option_scores import OptionPrompt, OptionScorer
 from distill.generation.prompts import encode_prompt
 from distill.generation.task_answers import Accuracy, TaskPrompt, is_right, read_task
 from distill.recipe import Recipe
@@ -56,6 +57,8 @@ class TaskQuestions:
     def sha256(self) -> str:
         """Hash of the prompts and the right answers, and of all columns where a function judges by them."""
         content: list[list[Any]] = [[prompt.text, prompt.answer] for prompt in self.prompts]
+        if not self.task.is_generated:
+            content = [[*each, prompt.options] for each, prompt in zip(content, self.prompts, strict=True)]
         if self.task.checker_file is not None:
             content = [[*each, prompt.row] for each, prompt in zip(content, self.prompts, strict=True)]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
@@ -82,6 +85,15 @@ class TaskQuestions:
                     raise ValueError(f"{function.error_prefix(given.location)}: expected 1 or 0, got {value:g}")
         return [value == 1 for value in values]
 
+    def choose(self, scorer: OptionScorer, numbers: Sequence[int]) -> list[str]:
+        """Return the option that a model finds most probable, for each prompt of these numbers."""
+        prompts = [self.prompts[number] for number in numbers]
+        return scorer.choose(
+            [OptionPrompt(prompt.location, prompt.text, prompt.options) for prompt in prompts],
+            chat=self.task.apply_chat_template,
+            normalise=self.task.normalise,
+        )
+
     def accuracy(self, responses: Sequence[str]) -> Accuracy:
         """Return the accuracy of responses to all prompts."""
         right = self.check(range(len(self.prompts)), responses)
@@ -105,6 +117,7 @@ class StudentTasks:
 
     Args:
         engine: Function that returns the engine of the student as it is now.
+        scorer: Function that returns what compares options by the student as it is now.
         tokenizer: Tokenizer of the student, with its chat template.
         ends: Tokens that end a response.
         is_sharded: Whether the student's engine must be called by all processes with the same prompts.
@@ -116,6 +129,7 @@ class StudentTasks:
         self,
         questions: Sequence[TaskQuestions],
         engine: Callable[[], DecodeEngine],
+        scorer: Callable[[], OptionScorer],
         tokenizer: Any,
         ends: Sequence[int],
         *,
@@ -125,13 +139,16 @@ class StudentTasks:
     ) -> None:
         self.questions = questions
         self.engine = engine
+        self.scorer = scorer
         self.tokenizer = tokenizer
         self.ends = frozenset(ends)
         self.is_sharded = is_sharded
         self.folder = folder
         self.batch_size = batch_size
         self._ids = {
-            each.name: [encode_prompt(tokenizer, prompt.text) for prompt in each.prompts] for each in questions
+            each.name: [encode_prompt(tokenizer, prompt.text) for prompt in each.prompts]
+            for each in questions
+            if each.task.is_generated
         }
 
     def measure(self, questions: TaskQuestions, step: int) -> Accuracy:
@@ -143,13 +160,10 @@ class StudentTasks:
         count = len(questions.prompts)
         spread = world_size() > 1 and not self.is_sharded
         numbers = range(dist.get_rank(), count, world_size()) if spread else range(count)
-        ids = self._ids[questions.name]
-        generated = self.engine().generate(
-            [ids[number] for number in numbers],
-            max_new_tokens=questions.task.max_new_tokens,
-            batch_size=self.batch_size,
-        )
-        responses = [self._text(tokens) for tokens in generated.tokens]
+        if questions.task.is_generated:
+            responses = self._generated(questions, numbers)
+        else:
+            responses = questions.choose(self.scorer(), numbers)
         right = questions.check(numbers, responses)
         own = list(zip(numbers, responses, right, strict=True))
         parts: list[Any] = [own]
@@ -160,6 +174,15 @@ class StudentTasks:
         if is_main_process():
             self._write(questions, answers, step)
         return Accuracy(sum(right for _, _, right in answers), count)
+
+    def _generated(self, questions: TaskQuestions, numbers: Sequence[int]) -> list[str]:
+        ids = self._ids[questions.name]
+        generated = self.engine().generate(
+            [ids[number] for number in numbers],
+            max_new_tokens=questions.task.max_new_tokens,
+            batch_size=self.batch_size,
+        )
+        return [self._text(tokens) for tokens in generated.tokens]
 
     def _text(self, tokens: Sequence[int]) -> str:
         kept = list(tokens[:-1]) if tokens and tokens[-1] in self.ends else list(tokens)

@@ -5,7 +5,8 @@ faster: replicas do not communicate. With N tokens in a micro-batch, c the bytes
 the hidden size, A and K those of queries and of keys, I the MLP's width, on each device:
 
     teacher     as in a run; sharded its part, the gathered layers, and its head whole
-    student     its weights, whose gradients measure the error of storing K tokens at the end
+    student     its weights, whose gradients measure the error of storing K tokens at the end; none that are held once
+                for teacher and student
     forward     N c (4 H + 2 A + 2 K + 3 I), of one layer, and the hidden states
     encoding    about twelve fp32 numbers for each logit of a chunk, none for hidden states
 """
@@ -23,16 +24,20 @@ from distill.recipe import FromTeacher, Recipe, Student
 from distill.teachers.backends.stored.maker import section_to_load
 from distill.teachers.base import TeacherPlan
 from distill.teachers.registry import source_of
+from distill.teachers.sharing import student_weights
 
 BYTES_PER_LOGIT = 48
 
 
-def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: bool = False) -> float:
+def caching_memory(
+    plan: DevicePlan, batch_size: int | None = None, *, sharded: bool = False, shares: bool = True
+) -> float:
     """Return the bytes on each device while the recipe's teacher is cached.
 
     Args:
         batch_size: rows at a time; None for the recipe's.
         sharded: whether each device holds a shard of one teacher.
+        shares: whether frozen weights that teacher and student have in common are held once, as by `distill cache`.
     """
     recipe = plan.recipe
     (teacher, *_) = plan.source.shapes()
@@ -44,20 +49,26 @@ def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: 
     tokens = (batch_size or recipe.train.batch_size) * recipe.data.max_length
     forward = tokens * size * (4 * teacher.hidden + 2 * (teacher.query + teacher.key_value) + 3 * teacher.intermediate)
     encoding = min(CHUNK_ELEMENTS["cuda"], tokens * teacher.vocabulary) * BYTES_PER_LOGIT
-    student = plan.student.shape.parameters * plan.precision.student.itemsize
+    student = float(plan.student.shape.parameters * plan.precision.student.itemsize)
+    frozen = student_weights(recipe.student, plan.precision.student, sharded=False)
+    if shares and frozen is not None:
+        student -= footprint.checkpoints.get(frozen, 0.0)
     return weights + student + forward + encoding
 
 
-def place_for_caching(plan: DevicePlan, batch_size: int | None = None, other_bytes: float = 0.0) -> Placement:
+def place_for_caching(
+    plan: DevicePlan, batch_size: int | None = None, other_bytes: float = 0.0, *, shares: bool = True
+) -> Placement:
     """Return the placement of the teacher, as requested or by its memory.
 
     Args:
         other_bytes: Bytes on each device that are used by something else.
+        shares: As of `caching_memory`.
     """
     usable = plan.usable - other_bytes
     world = plan.world
-    copied = caching_memory(plan, batch_size, sharded=False)
-    sharded = caching_memory(plan, batch_size, sharded=True)
+    copied = caching_memory(plan, batch_size, sharded=False, shares=shares)
+    sharded = caching_memory(plan, batch_size, sharded=True, shares=shares)
     if world == 1:
         return SINGLE_PROCESS._replace(fits=copied <= usable, why=f"{copied / GIB:.1f} GiB")
     teachers = plan.recipe.parallel.teacher if plan.source.shardable else "copied"
@@ -80,7 +91,7 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
     Raises:
         ValueError: a teacher that would have to be sharded and cannot.
     """
-    source, placement = _placement(recipe, device, world, batch_size, 0)
+    source, placement = _placement(recipe, device, world, batch_size, 0, shares=True)
     for problem in source.problems(
         cuda=device.type == "cuda", sharded=placement.teacher_sharded, family=family_in(device)
     ):
@@ -89,7 +100,7 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
 
 
 def _placement(
-    recipe: Recipe, device: torch.device, world: int, batch_size: int | None, cached_tokens: int
+    recipe: Recipe, device: torch.device, world: int, batch_size: int | None, cached_tokens: int, *, shares: bool
 ) -> tuple[TeacherPlan, Placement]:
     source = source_of(recipe)
     if world == 1:
@@ -99,7 +110,7 @@ def _placement(
     plan = DevicePlan.here(recipe, device, world)
     (teacher, *_) = source.shapes()
     kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * plan.precision.teacher.itemsize
-    return source, place_for_caching(plan, batch_size, kv_cache)
+    return source, place_for_caching(plan, batch_size, kv_cache, shares=shares)
 
 
 def shards_for_queries(
@@ -119,7 +130,8 @@ def shards_for_queries(
     section = section_to_load(recipe).as_read
     student = Student(from_teacher=FromTeacher(layers=1)) if alone else recipe.student
     recipe = recipe.model_copy(update={"teacher": section, "student": student})
-    return _placement(recipe, device, world, batch_size, cached_tokens)[1].teacher_sharded
+    # such a command reads student and teacher each from its own files
+    return _placement(recipe, device, world, batch_size, cached_tokens, shares=False)[1].teacher_sharded
 
 
 def describe_cache_memory(plan: DevicePlan) -> str:

@@ -252,7 +252,7 @@ def _rollout_cache(plan: DevicePlan, student: ModelSizes, compute: int) -> float
 
 def _task_cache(plan: DevicePlan, student: ModelSizes, compute: int) -> float:
     """Return the bytes of the KV cache in which a student that is not sharded answers the longest of its tasks."""
-    tasks = plan.recipe.eval.tasks
+    tasks = [task for task in plan.recipe.eval.tasks if task.is_generated]
     if not tasks:
         return 0.0
     length = plan.recipe.data.max_length + max(task.max_new_tokens for task in tasks)

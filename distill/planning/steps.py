@@ -95,11 +95,12 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
     faults = []
     cures = []
     notes = []
-    if accumulation * micro_rows > data.rows:
+    if accumulation * micro_rows > data.rows and not data.is_sample:
         faults.append(f"a step of {accumulation * micro:,} tokens is more than all of the data ({data.tokens:,})")
     if steps < MIN_STEPS:
         faults.append(f"{plural(steps, 'optimizer step')} are too few to train on")
-    if faults and accumulation > 1:  # as many micro-batches as leave MIN_STEPS steps to a run, or 1
+    # as many micro-batches as leave MIN_STEPS steps to a run, or 1
+    if faults and accumulation > 1 and not data.is_sample:
         fewer = max(int(data.rows * train.epochs / MIN_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
         then = total_steps(train, recipe.data, data.rows, fewer, world)
         if fewer < accumulation:  # else a step is small enough, and train.steps alone says how many there are
@@ -124,7 +125,7 @@ def _larger_held_out(section: Data, data: DataReport) -> list[str]:
     limited = validation.max_rows is not None and data.validation_documents >= validation.max_rows
     if limited:
         cures = ["increase data.validation.max_rows"]
-    elif validation.source is None:
+    elif validation.source is None and not data.is_sample:
         cures = ["increase data.validation.fraction"]
     else:
         cures = []

@@ -251,6 +251,11 @@ PROPERTIES: dict[str, Property] = {
         _instead(lambda teacher: teacher.dtype == "int8", lambda _: "dtype: int8"),
         "set teacher.dtype to bfloat16, or fp8 with copies",
     ),
+    "data of a known length": Property(
+        "data that are read whole",
+        _or_none(lambda recipe: recipe.data.streaming, "data.streaming: true"),
+        "set data.streaming to false, with data.max_rows for a part of the data",
+    ),
     "text": Property(
         "text",
         _or_none(lambda recipe: recipe.data.is_synthetic, "data.source: random tokens"),
@@ -329,7 +334,17 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda recipe: (
             recipe.data.active_on_policy is not None and recipe.data.active_on_policy.environment is not None
         ),
-        ("text", "student's tokens"),
+        ("text", "student's tokens", "data of a known length"),
+    ),
+    Requirement(  # the turns of a chat stand in neighbouring rows, which a plan of all rows keeps together
+        "data.on_policy.turns: all", lambda recipe: recipe.data.generates_every_turn, ("data of a known length",)
+    ),
+    Requirement("data.streaming", lambda recipe: recipe.data.streaming, ("new rows", "text")),
+    Requirement("train.epochs", lambda recipe: recipe.train.epochs is not None, ("data of a known length",)),
+    Requirement(  # which is given the row that a prompt comes from, by its number
+        "a reward",
+        lambda recipe: reward_of(recipe.loss, recipe.data.active_on_policy) is not None,
+        ("data of a known length",),
     ),
     Requirement(
         f"loss.terms: {' and '.join(SEPARATE)}",
@@ -379,7 +394,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         f"teacher.context.template: {', '.join(OF_THE_RUN)}",
         lambda recipe: _contexts_read(recipe, *OF_THE_RUN),
-        ("rollouts",),
+        ("rollouts", "data of a known length"),
     ),
     Requirement(
         f"teacher.context.template: {', '.join(OTHERS)}",
@@ -496,7 +511,7 @@ APART: tuple[Apart, ...] = (
 # properties that each command requires
 COMMANDS: dict[str, tuple[str, ...]] = {
     "serve": ("one teacher", "weights"),
-    "cache": ("one teacher", "a model", "frozen weights"),
+    "cache": ("one teacher", "a model", "frozen weights", "data of a known length"),
     "sample --from teacher": ("one teacher for all rows", "weights", "student's messages"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
     "eval": ("one teacher", "student's prompts or tokens of its own", "student's messages"),

@@ -44,23 +44,21 @@ class Fields(Section):
         return getattr(self, name) or name
 
 
-class ValidationSet(Section):
-    """A further held-out set, whose figures carry its name. Settings that are left out are those of `data`.
+class PartOfData(Section):
+    """One data set among several. Settings that are left out are those of `data`.
 
     Attributes:
-        name: name of the set: its figures are `eval_NAME_kl`, `eval_NAME_agreement` and so on.
         source: file, folder or hub data set, as in `data.source`.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
         format: format of the rows, as `data.format`.
         fields: mapping of the columns, as `data.fields`.
         unread: columns that are not read on purpose, as `data.unread`.
-        train_on: assistant turns of a chat that are measured, as `data.train_on`.
-        max_rows: maximum number of documents; null for that of `data.validation`.
+        train_on: assistant turns of a chat that are trained on, as `data.train_on`.
+        max_rows: maximum number of rows to read from its start; null for `data.max_rows`.
         teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
     """
 
-    name: Annotated[str, Field(pattern=ROUTE)]
     source: Text
     subset: Text | None = None
     split: Text | None = None
@@ -71,13 +69,31 @@ class ValidationSet(Section):
     max_rows: Count | None = None
     teacher: Text | None = None
 
+    def replacing(self) -> dict[str, object]:
+        """Return the settings of `data` that this part has in their place."""
+        given = {name: getattr(self, name) for name in PartOfData.model_fields if name != "teacher"}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ValidationSet(PartOfData):
+    """A further held-out set, whose figures carry its name. Settings that are left out are those of `data`.
+
+    Attributes:
+        train_on: assistant turns of a chat that are measured, as `data.train_on`.
+        max_rows: maximum number of documents; null for that of `data.validation`.
+        name: name of the set: its figures are `eval_NAME_kl`, `eval_NAME_agreement` and so on.
+    """
+
+    name: Annotated[str, Field(pattern=ROUTE)]
+
 
 class Validation(Section):
     """The held-out data.
 
     Attributes:
         source: separate data set, as in `data.source`; null to hold out a part of the training documents.
-        fraction: fraction of the training documents that is held out; not used with `source`.
+        fraction: fraction of the training documents that is held out; not used with `source`, nor with
+            `data.streaming`, which holds out the first `max_rows` rows.
         max_rows: maximum number of held-out documents (texts, chats, or prompts with responses); null for no limit.
         seed: seed of the held-out selection and of random tokens; separate from `train.seed`, so that runs with
             different `train.seed` are evaluated on the same rows.
@@ -161,32 +177,14 @@ class OnPolicy(Section):
         return (self.environment or "").rpartition(":")[0]
 
 
-class MixedSource(Section):
+class MixedSource(PartOfData):
     """One of several data sources, with its mixing weight. Settings that are left out are those of `data`.
 
     Attributes:
-        source: file, folder or hub data set, as in `data.source`.
         weight: mixing weight: the source's fraction of an epoch's rows, relative to the sum of all weights.
-        subset: configuration of a hub data set.
-        split: split of a hub data set, or of a folder whose files are named by split.
-        format: format of the rows, as `data.format`.
-        fields: mapping of the columns, as `data.fields`.
-        unread: columns that are not read on purpose, as `data.unread`.
-        train_on: assistant turns of a chat that are trained on, as `data.train_on`.
-        max_rows: maximum number of rows to read from its start; null for `data.max_rows`.
-        teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
     """
 
-    source: Text
     weight: Annotated[float, Field(gt=0)] = 1.0
-    subset: Text | None = None
-    split: Text | None = None
-    format: FormatName | None = None
-    fields: Fields | None = None
-    unread: list[Text] | None = None
-    train_on: Literal["all", "each", "last"] | None = None
-    max_rows: Count | None = None
-    teacher: Text | None = None
 
 
 class DataPart(NamedTuple):
@@ -237,6 +235,11 @@ class Data(Section):
             end its turn at once.
         validation: held-out data.
         on_policy: training on student-generated responses; null trains on those of the data alone.
+        streaming: read, tokenise and pack the rows while training, for data that do not fit on the disk or take long
+            to tokenise. Needs `train.steps`; a source that ends is read again from its start. Without
+            `validation.source` the first `validation.max_rows` rows are held out.
+        shuffle_buffer: with `streaming`, number of documents that are read, shuffled and packed together; 0 keeps the
+            order of the source.
         max_rows: maximum number of rows to read from the start of each source; null for no limit.
         workers: number of processes that tokenise and load the data; 0 uses the main process.
         cache: store the tokenised data for later runs, in the folder of the environment variable DISTILL_CACHE
@@ -259,6 +262,8 @@ class Data(Section):
     empty_answers: Literal["drop", "keep"] = "drop"
     validation: Validation = Validation()
     on_policy: OnPolicy | None = None
+    streaming: bool = False
+    shuffle_buffer: Annotated[int, Field(ge=0, le=2**24)] = 4096
     max_rows: Count | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     cache: bool = True
@@ -314,9 +319,9 @@ class Data(Section):
         total = sum(source.weight for source in self.sources)
         found: list[DataPart] = []
         for number, source in enumerate(self.sources):
-            own = {name: value for name, value in source if value is not None and name not in ("weight", "teacher")}
             most = [rows for rows in (source.max_rows, self.max_rows) if rows is not None]
-            data = self.model_copy(update={"sources": [], **own, "max_rows": min(most, default=None)})
+            own = {**source.replacing(), "sources": [], "max_rows": min(most, default=None)}
+            data = self.model_copy(update=own)
             found.append(DataPart(f"data.sources.{number}.source", data, source.weight / total, source.teacher))
         return found
 
@@ -325,9 +330,9 @@ class Data(Section):
         """Every further held-out set with the settings that it is read by."""
         found = []
         for number, held_out in enumerate(self.validation.sets):
-            own = {name: value for name, value in held_out if value is not None and name not in ("name", "teacher")}
+            own = held_out.replacing()
             if own.get("format", self.format) == "prompts":  # the data's; held-out figures need responses
                 own["format"] = "auto"
-            data = self.model_copy(update={"sources": [], "max_rows": None, **own})
+            data = self.model_copy(update={"sources": [], "max_rows": None, "streaming": False, **own})
             found.append(DataPart(f"data.validation.sets.{number}.source", data, teacher=held_out.teacher))
         return found

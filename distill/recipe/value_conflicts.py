@@ -38,6 +38,12 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
         yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
     if any(part.data.format == "prompts" for part in recipe.data.parts) and (own is None or own.fraction < 1):
         yield "data.format: prompts have no answers to train on: expected data.on_policy with fraction 1"
+    held_out = recipe.data.validation
+    if recipe.data.streaming and held_out.source is None and held_out.max_rows is None:
+        yield (
+            "data.validation.max_rows: expected a number of first rows to hold out of data.streaming, or a "
+            "data.validation.source; got null"
+        )
     if own is not None and own.environment is not None and own.turns == "all":
         yield (
             "data.on_policy.turns: all replays the replies of logged chats: expected last with "

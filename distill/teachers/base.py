@@ -40,6 +40,7 @@ from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+    from distill.generation.tasks import TaskQuestions
     from distill.models.dtypes import Precision
     from distill.models.load.shared_weights import FrozenWeights
     from distill.objectives.hidden import StoredHead
@@ -163,6 +164,14 @@ class Teacher:
         """
         parts = self.parts()
         return parts[0].teacher.respond(prompts, settings) if len(parts) == 1 else None
+
+    def choose(self, questions: TaskQuestions) -> list[str] | None:
+        """Return the option of each prompt that the teacher finds most probable; None where none can be computed.
+
+        Every process must call this for a sharded teacher.
+        """
+        parts = self.parts()
+        return parts[0].teacher.choose(questions) if len(parts) == 1 else None
 
     def validate_first_batch(
         self, batch: Batch, student: nn.Module | None, alignment: VocabularyAlignment

@@ -122,7 +122,8 @@ def training_arguments(
         "report_to": train.report_to or "none",
         "disable_tqdm": True,
         "use_cpu": device.type == "cpu",
-        "dataloader_num_workers": recipe.data.workers,
+        # of a stream they tokenise for the main process, which packs: rows then do not depend on their number
+        "dataloader_num_workers": 0 if recipe.data.streaming else recipe.data.workers,
         "dataloader_pin_memory": device.type == "cuda",
     }
     if train.neftune_alpha is not None:

@@ -114,6 +114,11 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     began = [change for change in since_start if change.name in STEP or is_free(change.name)]
     began = [change for change in began if change.name != "output_dir"]
     plan = ResumePlan(recipe, path, changed, began, lock.get("processes", processes))
+    if recipe.data.streaming and plan.processes != processes:
+        raise ValueError(
+            f"--resume: with data.streaming each process reads its share of the rows: expected {plan.processes} "
+            f"processes, got {processes}"
+        )
     if any(name in STEP for name, _, _ in changed) or plan.processes != processes:
         _require_same_rows(old, plan, processes)
     return plan

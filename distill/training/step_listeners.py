@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from distill.core.heartbeat import count_micro_batch, watched_training
+from distill.data.stream import StreamedRows
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
 from distill.objectives.losses import LossSpec
@@ -86,6 +88,8 @@ def training_listeners(
         found.append(LayerTerms(objective.layers, trainer))
     if objective.routers is not None:
         found.append(RouterMetrics(trainer.sum_over_ranks))
+    if isinstance(trainer.train_dataset, StreamedRows):
+        found.append(StreamPosition(trainer, trainer.train_dataset))
     return found
 
 
@@ -256,6 +260,42 @@ class TeacherUpdates(StepListener):
 
     def restore(self, checkpoint: Path) -> None:
         self.objective.teacher.restore(checkpoint)
+
+
+class StreamPosition(StepListener):
+    """Listener that saves where a stream is, restores it and counts the rows that were read."""
+
+    def __init__(self, trainer: TransformersCompat, rows: StreamedRows) -> None:
+        self.trainer = trainer
+        self.rows = rows
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.rows.close()
+
+    def metrics(self) -> dict[str, float]:
+        args = self.trainer.args
+        totals = self.trainer.sum_over_ranks(torch.tensor(self.rows.totals(), device=args.device))
+        return dict(zip(("data_rows_read", "data_rows_dropped"), totals.tolist(), strict=True))
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the place of the next step's first row; what was read ahead of it is read again."""
+        args = self.trainer.args
+        rows = self.trainer.state.global_step * args.gradient_accumulation_steps * self.rows.batch_rows
+        self._file(checkpoint).write_text(json.dumps(self.rows.state(rows)))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Raise a ValueError where the checkpoint has no place of this process's rows."""
+        path = self._file(checkpoint)
+        if not path.is_file():
+            raise ValueError(f"--resume: expected {path}, the place of the rows of data.streaming; got no such file")
+        self.rows.restore(json.loads(path.read_text()))
+
+    def _file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"stream-{self.trainer.args.process_index}.json"
 
 
 class CachedModules(StepListener):

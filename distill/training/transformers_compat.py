@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
@@ -26,6 +26,7 @@ from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.data.packing import BLOCK
+from distill.data.stream import StreamedRows
 from distill.models.sharding import has_no_state, use_fsdp2
 from distill.training.block_sampler import BlockSampler
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, load_weights, rotate_checkpoints
@@ -114,8 +115,11 @@ class TransformersCompat(Trainer):
     # ------------------------------------------------ private methods
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Keep rows that belong together (turns of a chat) adjacent; `Trainer` shuffles them apart."""
+        """Keep rows that belong together (turns of a chat) adjacent, and a stream in order; `Trainer` shuffles them."""
         rows = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(rows, StreamedRows):
+            self._blocks = None
+            return SequentialSampler(rows)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         has_blocks = BLOCK in (getattr(rows, "column_names", None) or ())
         self._blocks = BlockSampler(rows, seed) if has_blocks else None

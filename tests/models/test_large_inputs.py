@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 from distill.data import readers
-from distill.data.documents import _batches
+from distill.data.documents import row_batches
 from distill.data.load import load_data
 from distill.data.rows import row_size
 from distill.data.sources import open_source
@@ -134,7 +134,7 @@ def test_a_text_in_parts_loses_nothing(tmp_path, limit):
 def test_batches_are_bounded_by_all_their_rows_hold():
     assert row_size({"text": "abc", "n": [1, 2]}) == 3 + 2 * 16 + 2 * 16
     chat = {"messages": [{"role": "user", "content": "x" * MIB}]}
-    assert [len(batch) for batch in _batches(enumerate([chat] * 10))] == [4, 4, 2]
+    assert [len(batch) for batch in row_batches(enumerate([chat] * 10))] == [4, 4, 2]
 
 
 def test_a_line_that_is_too_long_is_counted_and_the_rest_is_learned(tmp_path, monkeypatch):

@@ -73,6 +73,8 @@ WITH = {
     "running text": ["data.format=text"],
     "answers to running text": ["data.format=text", "data.on_policy={}"],
     "random tokens": ["data.source=synthetic"],
+    "streamed data": ["data.streaming=true"],
+    "streamed turns": ["data.streaming=true", "data.on_policy={turns: all}"],
     "fp8 teacher": ["teacher.dtype=fp8"],
     "int8 teacher": ["teacher.dtype=int8"],
     "offloaded teacher": ["teacher.offload=cpu"],

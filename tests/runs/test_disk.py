@@ -229,14 +229,14 @@ def test_a_tokenising_process_that_dies(given, tmp_path, monkeypatch, capsys, fa
     from distill.data import documents
 
     monkeypatch.chdir(tmp_path)
-    in_batches = documents._batches
+    in_batches = documents.row_batches
 
     def killing(rows):
         for batch in in_batches(rows):
             yield batch
             assert kill_children() == 1  # it has the batch by now
 
-    fault.setattr(documents, "_batches", killing)
+    fault.setattr(documents, "row_batches", killing)
     ends_in_one_line(
         capsys,
         given,

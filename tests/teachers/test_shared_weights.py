@@ -15,6 +15,7 @@ from distill.models.head import unwrap_peft
 from distill.models.load.shared_weights import is_shared, shared_among
 from distill.models.loading import load_teacher
 from distill.models.patch.patching import patch
+from distill.planning.cache_memory import caching_memory
 from distill.planning.device_plan import device_plan
 from distill.planning.devices import Device
 from distill.planning.memory import step_memory
@@ -217,6 +218,10 @@ def test_memory_is_planned_once(workplace):
     assert {name: size for name, size in one.parts.items() if name != "student"} == {
         name: size for name, size in two.parts.items() if name != "student"
     }
+    caching = [
+        caching_memory(device_plan(recipe("train.precision=bfloat16", own), device, 1)) for own in (ITSELF, COPY)
+    ]
+    assert caching[1] - caching[0] == one.shared
     sharded = step_memory(device_plan(recipe(ITSELF), device, 2), sharded=True)
     assert sharded.shared == 0, "shards of the student are not the teacher's whole weights"
 

@@ -12,6 +12,8 @@ from torch import nn
 from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.generation.engines import greedy_responses
+from distill.generation.option_scores import OptionScorer
+from distill.generation.tasks import BATCH, TaskQuestions
 from distill.models.dtypes import Precision
 from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
@@ -75,6 +77,12 @@ class LoadedTeacher(Teacher):
         if self.tokenizer is None or not (is_main_process() or self.is_collective()):
             return None
         return greedy_responses(self.model, self.tokenizer, prompts, settings.max_new_tokens)
+
+    def choose(self, questions: TaskQuestions) -> list[str] | None:
+        if self.tokenizer is None or not (is_main_process() or self.is_collective()):
+            return None
+        scorer = OptionScorer(self.model, self.tokenizer, self.hidden.transform, BATCH)
+        return questions.choose(scorer, range(len(questions.prompts)))
 
     def constructor(self) -> Constructor:
         return functools.partial(LoadedTeacher, field=next(iter(self.models))), (self.model,)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from distill.data.load import Splits
+from distill.generation.tasks import TaskQuestions
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
 from distill.recipe import Data, Generate
 from distill.recipe.teachers import TeacherPrompt
@@ -58,6 +59,10 @@ class ContextTeacher(ReadingTeacher):
         )
         own = (self.student_batch(batch, True), student) if self.models else (self.inner_batch(batch), None)
         return [*self.inner.validate_first_batch(*own, alignment), f"{'context':<12}{line}"]
+
+    def choose(self, questions: TaskQuestions) -> list[str] | None:
+        """Return nothing: the options would stand after the context, or after another template."""
+        return None
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses after a context that is the same for all; None where it depends on a row of the data."""
