@@ -245,7 +245,7 @@ def compare(
     \b
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
-    distill compare laptop --reference laptop-forward-kl
+    distill compare study --reference gsm8k-forward-kl
     """
     from distill.reports.compare_runs import (
         RunGroup,
