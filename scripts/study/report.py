@@ -216,6 +216,34 @@ def _moved(cell: Cell) -> str:
     return f"{found[0][0]:.2f} to {statistics.fmean(after for _, after in found):.2f}" if found else ""
 
 
+def _along(cell: Cell) -> str:
+    """Return a metric's mean over the rows at the first, the middle and the last point of their curves."""
+    curves = [[point[cell.path] for point in row["curve"] if cell.path in point] for row in cell.rows if "curve" in row]
+    if not curves:
+        return ""
+    ends = [(curve[0], curve[len(curve) // 2], curve[-1]) for curve in curves]
+    return ", ".join(f"{statistics.fmean(points):{cell.options['format']}}" for points in zip(*ends, strict=True))
+
+
+def _collapsed(cell: Cell) -> str:
+    """Return how many of the rows collapsed.
+
+    That is, the share of right answers is below half of that of the line `against`, or the entropy of the student at
+    the last point of its curve is outside of the option `entropy`, two factors of that at the first point.
+    """
+    trained = [row for row in cell.rows if "curve" in row]
+    if not trained or not cell.base:
+        return ""
+    start = statistics.fmean(shares(cell.base, cell.path))
+    lowest, highest = cell.options["entropy"]
+    count = 0
+    for row in trained:
+        entropies = [point["student_entropy"] for point in row["curve"] if "student_entropy" in point]
+        change = entropies[-1] / entropies[0]
+        count += shares([row], cell.path)[0] < start / 2 or not lowest <= change <= highest
+    return f"{count} of {len(trained)}"
+
+
 def _intervals(cell: Cell) -> str:
     found = values(cell.rows, cell.path)
     return "; ".join(f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in found)
@@ -267,6 +295,8 @@ CELLS: dict[str, Callable[[Cell], str]] = {
     "questions": lambda cell: of_questions(cell.rows, cell.path),
     "solved": _solved,
     "moved": _moved,
+    "along": _along,
+    "collapsed": _collapsed,
     "intervals": _intervals,
     "cut": _cut,
     "code": lambda cell: f"`{cell.rows[0][cell.path]}`",

@@ -80,6 +80,27 @@ def test_runs_are_chosen_by_their_levels():
         read_plan("objective")
 
 
+def test_a_student_collapses_by_its_answers_or_its_entropy():
+    """Fewer than half of the right answers of before, or an entropy outside of two factors of the first steps'."""
+
+    def row(bits, *entropies):
+        curve = [{"step": step, "student_entropy": entropy} for step, entropy in enumerate(entropies)]
+        return {"seed": 0, "right": {"sums": bits}} | ({"curve": curve} if curve else {})
+
+    lines = {"before": [row("1100")]}
+    options = {"against": "before", "entropy": [0.1, 3.0], "format": ".2f"}
+    for rows, told in (
+        ([row("1000", 1.0, 0.5, 0.2)], "0 of 1"),
+        ([row("0000", 1.0, 0.5, 0.2)], "1 of 1"),
+        ([row("1110", 1.0, 0.5, 0.05), row("1110", 1.0, 4.0, 4.0), row("1110", 1.0, 4.0, 1.0)], "2 of 3"),
+        (lines["before"], ""),
+    ):
+        cell = report.Cell(rows, "right.sums", options, "clip", lines, "before")
+        assert report.text_of("collapsed", cell) == told
+    rows = [row("1", 1.0, 0.5, 0.2), row("1", 3.0, 1.5, 0.6)]
+    assert report.text_of("along", report.Cell(rows, "student_entropy", options, "", {}, "")) == "2.00, 1.00, 0.40"
+
+
 # ---------------------------------------------------------------- runs
 
 SIZES = {
