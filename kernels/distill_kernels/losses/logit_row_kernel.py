@@ -346,7 +346,9 @@ def launch_logit_rows(
     other = student if teacher is None else teacher
     out = student if gradient is None else gradient
     facts = device_facts(student.device)
-    in_registers, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft)
+    # Caps take registers for more sums, which the longer blocks of long rows do not leave.
+    longer = soft and not objective.clips
+    in_registers, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=longer)
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
