@@ -403,9 +403,9 @@ def test_what_cannot_be_is_named(make, message):
 @pytest.mark.parametrize("kinds", ["entry", "token", "entry token"])
 @pytest.mark.parametrize("term", DIVERGENCES, ids=lambda term: term.type)
 def test_large_vocabularies_in_16_bits(device, term, kinds):
-    """bf16 heads over Qwen's vocabulary: loss and gradients within what 16 bits promise, in one graph and outside."""
+    """bf16 heads over Qwen's vocabulary: loss and gradients within what 16 bits allow."""
     torch.manual_seed(11)
-    rows = 512
+    rows = 128
     student, teacher, labels = draw(device, torch.bfloat16, vocab=151_936, rows=rows)
     both = Temperatures(teacher=1.0, student=1.1)
     leaves = [t.detach().double().requires_grad_() for t in student[:2]]
