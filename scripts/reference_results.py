@@ -81,7 +81,7 @@ SECTIONS = (
         "laptop",
         "objective",
         f"{HALF} 5,120 tokens of the quickstart's questions and answers in 20 steps on CPU cores, offline: enough to "
-        "tell objectives apart, not to make a useful student. Cross-entropy learns from the answers alone.",
+        "tell objectives apart, not to make a useful student. Seconds are of a machine that did other work as well.",
         recipe="laptop.yaml",
         prefix="laptop",
         more="--device cpu",
