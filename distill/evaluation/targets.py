@@ -65,13 +65,19 @@ def find_target(argument: str) -> Target:
             if at is None:
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
             recipe = load(folder / RECIPE_FILE)
-            return target_from_model(str(at))._replace(recipe=recipe, folder=folder)
+            return target_from_model(str(at), recipe)._replace(recipe=recipe, folder=folder)
     return target_from_model(argument)
 
 
-def target_from_model(model: str) -> Target:
+def target_from_model(model: str, recipe: Recipe | None = None) -> Target:
+    """Return a folder or hub id as a target; an adapter of the run of a recipe over the base that it was trained on."""
     base = base_of(Path(model))
-    return Target(Student.model_validate(base), adapter=Path(model)) if base else Target(Student(model=model))
+    if not base:
+        return Target(Student(model=model))
+    student = Student.model_validate(base)
+    if recipe is not None and recipe.student.dtype == "nf4":
+        student = student.model_copy(update={"dtype": "nf4"})
+    return Target(student, adapter=Path(model))
 
 
 def default_device() -> torch.device:
@@ -92,7 +98,9 @@ def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
 def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
     """Return the student in train mode, an adapter merged; `dtype` None for that of its files."""
     student = load_student(target.student, device=device, dtype=dtype)
-    return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
+    if target.adapter is None:
+        return student
+    return load_and_merge(student, str(target.adapter), "student").to(device)  # type: ignore[arg-type]
 
 
 def teacher_section(target: Target, teacher: str | None, command: str = "eval") -> LoadedTeacherConfig:

@@ -17,8 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from distill.models.dtypes import is_in_4_bits
 from distill.models.head import find_head
 from distill.models.load.config_validation import read_json
+from distill.models.precision.nf4 import dense_adapters
 from distill.models.precision.quantised_formats import CODES_FILE, FORMAT_FILE, SCALES_FILE, read_saved
 from distill.recipe import Lora
 
@@ -47,7 +49,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             known.setdefault(name.rpartition(".")[2], []).append(name)
-    head = next(name for name, module in model.named_modules() if module is find_head(model).module)
+    found = find_head(model)
+    head = next(name for name, module in model.named_modules() if module is found.module)
     targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if targets == ["all-linear"]:
         modules = [name for names in known.values() for name in names if name != head]
@@ -62,6 +65,10 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> 
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=_shortest(modules, known),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        # nothing is computed from weights that have no memory
+        init_lora_weights="pissa" if lora.init == "pissa" and not found.linear.weight.is_meta else True,
         bias="none",
         task_type=TaskType.CAUSAL_LM,
     )
@@ -99,6 +106,8 @@ def _shortest(modules: Sequence[str], known: dict[str, list[str]]) -> list[str]:
 def merged(model: Any) -> PreTrainedModel:
     """A plain model with the adapters of `model` (a `PeftModel`) added to its weights; `model` stays as it is.
 
+    Base weights in 4 bits are dequantised for that, and the result is on the CPU.
+
     An adapter on one side of a tied pair (head and embedding) would change both: the copy is untied first, and its
     configuration says so.
 
@@ -110,6 +119,8 @@ def merged(model: Any) -> PreTrainedModel:
 
 def merge_in_place(model: Any) -> PreTrainedModel:
     """Merge the adapters into `model` itself, as `merged` does for a copy."""
+    if is_in_4_bits(model):
+        model = dense_adapters(model)
     plain = model.get_base_model()
     head = find_head(plain).linear
     own = plain.get_input_embeddings()

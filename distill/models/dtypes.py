@@ -13,12 +13,24 @@ from distill.recipe import Recipe, Train
 from distill.recipe.models import EIGHT_BITS
 
 QUANTISED = "_distill_quantised"  # of a bare model: its `QuantisedWeights`
+MARK_OF_4_BITS = "is_loaded_in_4bit"  # of a bare model whose linear layers are those of bitsandbytes in 4 bits
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def quantised_weights(model: nn.Module) -> Any:
     """Return the `QuantisedWeights` of a model; None where it is not quantised."""
     return unwrap_peft(model).__dict__.get(QUANTISED)
+
+
+def is_in_4_bits(model: nn.Module) -> bool:
+    """Return whether linear layers of a model are in 4 bits (`precision/nf4.py`)."""
+    return bool(getattr(unwrap_peft(model), MARK_OF_4_BITS, False))
+
+
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a weight, also where its numbers are packed in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.shape if state is None else torch.Size(state.shape)
 
 
 class Precision(NamedTuple):
@@ -62,7 +74,7 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
     compute = (torch.bfloat16 if bf16 else torch.float32) if setting == "auto" else COMPUTE[setting]
     whole = recipe.student.lora is None or recipe.student.quantise is not None
     frozen = torch.float32 if whole else compute
-    student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
+    student = COMPUTE.get(recipe.student.dtype, frozen)  # also of what is not in 4 bits
     named = "bfloat16" if recipe.teacher.dtype in EIGHT_BITS else recipe.teacher.dtype
-    teacher = compute if named == "auto" else COMPUTE[named]
+    teacher = COMPUTE.get(named, compute)
     return Precision(compute, student, teacher, lora=recipe.student.lora is not None)

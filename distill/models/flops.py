@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from distill.models.dtypes import full_shape
 from distill.models.head import attention_sizes, decoder_of, find_head, unwrap_peft
 from distill.models.names import EXPERTS
 from distill.models.output_rows import MARK, row_parameters
@@ -88,12 +89,13 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
         moved = 0.0
         for p in parameters:
             passes = 2.0 + (2 + 2 * p.requires_grad) * trains
-            flops += p.numel() * shares.get(id(p), 1.0) * passes
-            if id(p) in shares and p.dim() == 3:
+            shape = full_shape(p)
+            flops += shape.numel() * shares.get(id(p), 1.0) * passes
+            if id(p) in shares and len(shape) == 3:
                 # a token is read and written once for each of its experts
-                moved += 2 * p.shape[0] * shares[id(p)] * sum(p.shape[1:]) * passes
-            elif p.dim() > 1:
-                moved += 2 * shares.get(id(p), 1.0) * sum(p.shape) * passes
+                moved += 2 * shape[0] * shares[id(p)] * sum(shape[1:]) * passes
+            elif len(shape) > 1:
+                moved += 2 * shares.get(id(p), 1.0) * sum(shape) * passes
         return flops, moved
 
     token, token_bytes = cost(body)
@@ -115,7 +117,7 @@ def sum_flops(works: Iterable[FlopCounts | None]) -> FlopCounts | None:
 def parameters_of(model: nn.Module) -> tuple[int, int]:
     """Return the number of parameters (tied ones once), and of those that are trained."""
     parameters = list(as_built(model).parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    return sum(full_shape(p).numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def count_text(number: int) -> str:

@@ -15,7 +15,14 @@ from torch import nn
 
 from distill.models.head import unwrap_peft
 from distill.models.layers import find_layers
-from distill.models.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
+from distill.models.loading import (
+    TEACHER_SEED,
+    draw_weights,
+    load_config,
+    load_teacher,
+    model_options,
+    without_memory,
+)
 from distill.models.names import EXPERT_WEIGHTS
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.experts import experts_form, fp8_experts, looks_like_experts
@@ -136,7 +143,7 @@ def load_a_layer_at_a_time(section: LoadedTeacherConfig, *, device: torch.device
         if drawn:
             torch.manual_seed(TEACHER_SEED)
         for number, layer in enumerate(layers):
-            _draw(model, layer, device)
+            draw_weights(model, layer, device)
             layer.to(device)
             at = f"{prefix}.{number}"
             kept = [HEAD, *(name.removeprefix(f"{at}.") for name in left)]
@@ -144,20 +151,9 @@ def load_a_layer_at_a_time(section: LoadedTeacherConfig, *, device: torch.device
             swap_experts_for_fp8(layer, kept)
             if not left or any(isinstance(module, nn.Linear) for module in inside.values()):
                 swap_linears_for_fp8(layer, kept)
-        _draw(model, model, device)
+        draw_weights(model, model, device)
     model.tie_weights()
     return model.to(device)
-
-
-@torch.no_grad()
-def _draw(model: Any, part: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a part of `model` that have no memory yet some on `device`, with random weights."""
-    for module in part.modules():
-        empty = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.is_meta}
-        for name, weight in empty.items():
-            module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
-        if empty:
-            model._init_weights(module)
 
 
 def quantise_teacher(model: nn.Module, skip: Sequence[str] = ()) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,6 +48,7 @@ from distill.models.load.source import (
 )
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.swaps import is_patched
+from distill.models.precision.nf4 import quantise_nf4, require_bitsandbytes
 from distill.models.precision.offload import offload_layers
 from distill.models.prune.importance import shape_for
 from distill.models.prune.narrow import Selection, cut_parts
@@ -149,9 +151,10 @@ def load_teacher(
     device = torch.device(device)
     place = torch.device("cpu") if section.offload else device
     dtype = dtype or _named_dtype(section.dtype)
-    model = once(lambda: _load(section, "teacher", place, dtype, teacher_seed(section)))
-    if section.adapter is not None:
-        model = (load_and_merge if section.merge_adapter else load_beside)(model, section.adapter)
+    merged_adapter = section.adapter if section.merge_adapter else None
+    model = once(lambda: _load(section, "teacher", place, dtype, teacher_seed(section), merged_adapter))
+    if section.adapter is not None and not section.merge_adapter:
+        model = load_beside(model, section.adapter)
     model.config.use_cache = False
     model.eval().requires_grad_(False)
     return offload_layers(model, device) if section.offload else model
@@ -193,8 +196,12 @@ def load_student(
             )
         student = _place(_cut(teacher, section.from_teacher, dtype, selection), device)
         correct_forward(student)
+        if section.dtype == "nf4":
+            student = quantise_nf4(student, device, "student")
     student.config.use_cache = False
-    student.train().requires_grad_(True)
+    student.train()
+    for parameter in student.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
     if section.lora is not None:
         student = add_lora(student, section.lora)
     freeze_parts(student, section.freeze)
@@ -263,7 +270,9 @@ def _gguf_config(source: ModelFiles, modified: int, spec: str, field: str) -> An
 
 def _named_dtype(name: str) -> torch.dtype | None:
     # what is not quantised of an 8-bit teacher; in fp8 it is quantised later (fp8_teacher.py)
-    return None if name == "auto" else torch.bfloat16 if name in EIGHT_BITS else getattr(torch, name)
+    if name in EIGHT_BITS:
+        return torch.bfloat16
+    return None if name in ("auto", "nf4") else getattr(torch, name)
 
 
 def _attention(section: ModelSection) -> dict[str, Any]:
@@ -275,6 +284,27 @@ def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def _load(
+    section: ModelSection,
+    field: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    seed: int,
+    adapter: str | None = None,
+) -> PreTrainedModel:
+    """The model of a section in its `dtype` on `device`, with `adapter` merged into it."""
+    if section.dtype != "nf4":
+        model = _dense(section, field, device, dtype, seed)
+        return model if adapter is None else load_and_merge(model, adapter)
+    require_bitsandbytes(field)
+    if section.init == "random" and adapter is None:
+        return _random_in_4_bits(section, field, device, dtype, seed)
+    # read into host memory: the device gets the layers one after another, each in 4 bits
+    model = _dense(section, field, torch.device("cpu"), dtype, seed)
+    model = model if adapter is None else load_and_merge(model, adapter)
+    return quantise_nf4(model, device, field)
+
+
+def _dense(
     section: ModelSection, field: str, device: torch.device, dtype: torch.dtype | None, seed: int
 ) -> PreTrainedModel:
     if section.init == "random":
@@ -330,6 +360,31 @@ def _random(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
     correct_forward(model, section.attention, f"{field}.attention")
     return _place(model, device)
+
+
+def _random_in_4_bits(
+    section: ModelSection, field: str, device: torch.device, dtype: torch.dtype | None, seed: int
+) -> PreTrainedModel:
+    """Random weights in 4 bits, drawn on the device a layer at a time."""
+    config = load_config(section, field)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    model = without_memory(config, model_options(section, dtype))
+    correct_forward(model, section.attention, f"{field}.attention")
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        return quantise_nf4(model, device, field, lambda part: draw_weights(model, part, device))
+
+
+@torch.no_grad()
+def draw_weights(model: Any, part: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a part of `model` that have no memory yet some on `device`, with random weights."""
+    for module in part.modules():
+        empty = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.is_meta}
+        for name, weight in empty.items():
+            module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
+        if empty:
+            model._init_weights(module)
 
 
 def model_options(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:

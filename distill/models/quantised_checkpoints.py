@@ -19,14 +19,17 @@ from distill_kernels.matmul.fp8_experts import Fp8Experts
 from torch import nn
 
 from distill.core.errors import first_line
+from distill.models.dtypes import is_in_4_bits
 from distill.models.head import find_head, read_head
 from distill.recipe import ModelSection
-from distill.recipe.models import EIGHT_BITS
+from distill.recipe.models import LOW_BITS
 
 INSTALL = "pip install 'bitsandbytes>=0.48'"
 # bits a weight takes, by quantisation method; where the configuration has `bits` or `load_in_4bit`, that counts
 BITS = {"bitsandbytes": 8.0, "fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "eetq": 8.0}
 NF4 = 4.5  # 4 bits and one fp32 scale for each 64 weights
+# bits that a weight takes where the recipe's `dtype` quantises it; nf4 with scales that are quantised too (nf4.py)
+BITS_OF_DTYPE = {"fp8": 8.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}
 
 
 def quantisation_of(config: Any) -> Mapping[str, Any] | None:
@@ -55,6 +58,16 @@ def stored_bits(found: Mapping[str, Any]) -> float | None:
     return BITS.get(method_of(found))
 
 
+def saved_bytes(dtype: str, weights: int, itemsize: int) -> float:
+    """Return the bytes that a recipe's `dtype` saves of so many weights of linear layers; 0 where it quantises none.
+
+    Args:
+        itemsize: Bytes of a weight that is not quantised.
+    """
+    bits = BITS_OF_DTYPE.get(dtype)
+    return 0.0 if bits is None else weights * (itemsize - bits / 8)
+
+
 def check_quantisation(config: Any, section: ModelSection, field: str) -> None:
     """Refuse a quantised checkpoint where it cannot be used, before its weights are read.
 
@@ -70,7 +83,7 @@ def check_quantisation(config: Any, section: ModelSection, field: str) -> None:
             f"{field}.model: {section.model} is quantised ({kind}), and a student is trained: give the model in "
             "bfloat16, or as a .gguf file, which is expanded when loaded"
         )
-    if section.dtype in EIGHT_BITS:
+    if section.dtype in LOW_BITS:
         raise ValueError(
             f"{field}.dtype: {section.model} is quantised already ({kind}), and {section.dtype} would quantise it "
             "again; leave it at auto"
@@ -142,7 +155,9 @@ def quantised_by_transformers(model: object) -> bool:
 
 
 def quantised_by(model: Any) -> str | None:
-    """The method that transformers holds layers of `model` quantised by; None where it holds none so."""
+    """The method that layers of `model` are quantised by, by transformers or in nf4; None where none are."""
+    if is_in_4_bits(model):
+        return "nf4"
     found = quantisation_of(model.config) if quantised_by_transformers(model) else None
     return None if found is None else method_of(found)
 

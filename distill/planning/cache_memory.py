@@ -17,6 +17,7 @@ import torch
 
 from distill.core.units import GIB
 from distill.models.gpu_specs import family_in
+from distill.models.quantised_checkpoints import saved_bytes
 from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.objectives.top_k_encoding import CHUNK_ELEMENTS
 from distill.planning.device_plan import DevicePlan
@@ -49,7 +50,9 @@ def caching_memory(
     tokens = (batch_size or recipe.train.batch_size) * recipe.data.max_length
     forward = tokens * size * (4 * teacher.hidden + 2 * (teacher.query + teacher.key_value) + 3 * teacher.intermediate)
     encoding = min(CHUNK_ELEMENTS["cuda"], tokens * teacher.vocabulary) * BYTES_PER_LOGIT
-    student = float(plan.student.shape.parameters * plan.precision.student.itemsize)
+    own = plan.student.shape
+    itemsize = plan.precision.student.itemsize
+    student = own.parameters * itemsize - saved_bytes(recipe.student.dtype, own.linear, itemsize)
     frozen = student_weights(recipe.student, plan.precision.student, sharded=False)
     if shares and frozen is not None:
         student -= footprint.checkpoints.get(frozen, 0.0)

@@ -18,6 +18,7 @@ for PEFT's LoRA layers under autocast, each of which keeps its own (ours do not)
                     the disk and at its positions; K stored tokens have no logits: the workspace is the student's alone
     quantised       4 bytes a weight for its master, 20 a learned scale of the format's blocks; with adapters 12 a
                     weight of the largest matrix while its gradients are computed
+    in nf4          the linear weights take 4.13 bits each; one of them is there dequantised, in c bytes a weight
     optimizer       torch's AdamW keeps one temporary the size of the trained weights; fused ones none
 
 The peak is the largest of three moments: inside the loss, in the backward, in the optimizer; with an fp8 teacher also
@@ -35,6 +36,7 @@ from distill_kernels.losses.projection import TILE
 
 from distill.generation.tasks import BATCH
 from distill.models.precision.quantised_student import quantised_bytes
+from distill.models.quantised_checkpoints import saved_bytes
 from distill.models.shape import ModelSizes
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
@@ -120,6 +122,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     # LoRA: base weights in their dtype, adapters in fp32. Full training: everything is in `weight`, and the LoRA part
     # of the product is 0.
     weights = ((student.parameters - student.trained * lora) * weight + student.trained * trained_bytes * lora) / share
+    weights -= saved_bytes(recipe.student.dtype, student.linear, weight)
     # frozen weights that the teacher holds too are counted as the teacher's
     frozen = student_weights(recipe.student, precision.student, sharded=sharded)
     shared = teacher.checkpoints.get(frozen, 0.0) if frozen is not None else 0.0
@@ -143,13 +146,14 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
 
     # our LoRA layers keep each input once, as it is; PEFT's keep a copy of each adapted input, in fp32 without autocast
     ours = lora and weight == compute and not (recipe.student.lora and recipe.student.lora.dropout)
+    in_4_bits = recipe.student.dtype == "nf4"  # PEFT's layers, whose input under autocast is in the compute dtype
     fp8 = recipe.student.compute == "fp8"
     one_layer = tokens * layer_activations(
         student, compute=compute, residual=weight, autocast=autocast and not ours, apart=lora, fp8=fp8 and not lora
     )
     if (fp8 and lora) or not ours:
         one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
-    elif student.gated:  # the input of the projection down is made again
+    elif student.gated and not in_4_bits:  # the input of the projection down is made again
         one_layer -= tokens * student.intermediate * compute
     stream = tokens * weight * student.hidden
     checkpointed = recipe.train.gradient_checkpointing
@@ -162,6 +166,8 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
     if rounding is not None:
         inside += rounding.temporary
+    if in_4_bits:  # the weight of the largest product, and the product before the adapter's is added to it
+        inside += compute * student.intermediate * (student.hidden + tokens)
     is_narrow = lora and rounding is None  # base weights that autocast copies nothing of
     copies = 0.0 if is_narrow or fp8 or not autocast else student.linear * compute / share
 

@@ -73,18 +73,17 @@ def place(plan: DevicePlan) -> Placement:
 def estimate_placement(plan: DevicePlan) -> Placement:
     """Return the placement on more than one device, by memory estimates alone."""
     parallel = plan.recipe.parallel
-    student = plan.recipe.student
     usable = plan.usable
     world = plan.world
-    whole = student.quantise is not None and student.lora is not None  # what `compatibility` requires of both
     ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
     # the peak includes the teacher, which is placed here: without it what is left is S(1) and S(world)
     others = [way.peak - way.parts["teacher"] for way in ways]
     needs = MemoryNeeds(
         ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, others[0], others[1], ways[0].shared
     )
+    strategy = "ddp" if plan.recipe.student.is_whole else parallel.strategy
     teachers = "copied" if parallel.teacher == "served" or not plan.source.shardable else parallel.teacher
-    placement = choose_placement("ddp" if whole else parallel.strategy, needs, usable, world, teachers)
+    placement = choose_placement(strategy, needs, usable, world, teachers)
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {needs.teacher / GIB:.1f} "
         f"({min(needs.teacher, needs.teacher / world + needs.gathered) / GIB:.1f} in shards), the student's step "

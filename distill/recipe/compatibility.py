@@ -136,6 +136,12 @@ def _without_feedback(recipe: Sections) -> str | None:
     return None if own is not None and own.environment is not None else _without_reward(recipe)
 
 
+def _trained_in_4_bits(recipe: Sections) -> str | None:
+    """Return the setting for which a running average of all weights would have to be in 4 bits."""
+    found = first_teacher(recipe, lambda teacher: teacher.ema_decay is not None and teacher.dtype == "nf4")
+    return None if found is None else f"{found[0]}.dtype: nf4"
+
+
 PROPERTIES: dict[str, Property] = {
     "rollouts": Property(
         "student-generated responses, of which it is made",
@@ -248,7 +254,7 @@ PROPERTIES: dict[str, Property] = {
     ),
     "weights in floating point": Property(
         "a teacher's weights in floating point",
-        _instead(lambda teacher: teacher.dtype == "int8", lambda _: "dtype: int8"),
+        _instead(lambda teacher: teacher.dtype in ("int8", "nf4"), lambda teacher: f"dtype: {teacher.dtype}"),
         "set teacher.dtype to bfloat16, or fp8 with copies",
     ),
     "data of a known length": Property(
@@ -275,7 +281,7 @@ PROPERTIES: dict[str, Property] = {
     "weights to average": Property(
         "a student that trains all its weights, or adapters beside its head and over weights that stay as they are",
         lambda recipe: (
-            None
+            _trained_in_4_bits(recipe)
             if recipe.student.lora is None
             else "student.lora.head: true"
             if recipe.student.lora.head
@@ -283,7 +289,7 @@ PROPERTIES: dict[str, Property] = {
             if recipe.student.quantise is not None
             else None
         ),
-        "leave teacher.ema, student.lora.head or student.quantise out",
+        "leave teacher.ema, student.lora.head, student.quantise or teacher.dtype: nf4 out",
     ),
     "whole student": Property(
         "a student that each process holds whole",
@@ -446,6 +452,16 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "student.quantise with student.lora",  # a merged weight is made of all rows of A, which shards are not
         lambda recipe: recipe.student.quantise is not None and recipe.student.lora is not None,
+        ("whole student",),
+    ),
+    Requirement(
+        "student.lora.dora",  # the length of each row of the merged weight is made of all rows of A
+        lambda recipe: recipe.student.lora is not None and recipe.student.lora.dora,
+        ("whole student",),
+    ),
+    Requirement(
+        "student.dtype: nf4",  # codes and scales of a weight are not rows that FSDP2 could cut
+        lambda recipe: recipe.student.dtype == "nf4",
         ("whole student",),
     ),
     Requirement(

@@ -11,8 +11,9 @@ from distill.recipe.fields import Count, Text, Usual, no_code, text_or_list
 from distill.recipe.from_teacher import FromTeacher
 from distill.recipe.quantise import Quantise
 
-Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "nf4"]
 EIGHT_BITS = ("fp8", "int8")
+LOW_BITS = (*EIGHT_BITS, "nf4")
 
 
 class ModelSection(Section):
@@ -27,7 +28,9 @@ class ModelSection(Section):
             for frozen ones: the teacher's, and the base weights of a LoRA student. `fp8` is for teachers: bfloat16 with
             all linear layers except the head, and a mixture's experts, in fp8; the change of the teacher's outputs is
             measured and printed. `int8` is for teachers on a GPU where bitsandbytes is installed: the linear layers in
-            LLM.int8() (Dettmers et al., 2022). With `auto`, a teacher whose checkpoint is quantised keeps that
+            LLM.int8() (Dettmers et al., 2022). `nf4` is for frozen weights, a teacher's or those under `student.lora`
+            (QLoRA, Dettmers et al., 2023), where bitsandbytes is installed: the linear layers of the decoder's layers
+            in 4 bits, everything else as with `auto`. With `auto`, a teacher whose checkpoint is quantised keeps that
             quantisation.
         revision: branch, tag or commit of a hub model; null for the hub's default branch.
         trust_remote_code: run the Python code that comes with a hub model.
@@ -59,6 +62,12 @@ class Lora(Section):
         dropout: dropout probability of the adapters' input in training.
         targets: module names, or `all-linear` (every linear layer except the head).
         head: adapt the language-model head as well.
+        rslora: divide `alpha` by the square root of `r` in place of `r` (rsLoRA, Kalajdzievski, 2023).
+        dora: train a magnitude of each row of W + (alpha / r) B A beside its direction (DoRA, Liu et al., 2024). Layers
+            are then computed by PEFT.
+        init: values that adapters start from. `default`: A random, B zero. `pissa`: the `r` largest singular values and
+            vectors of W, whose product is taken out of W (PiSSA, Meng et al., 2024), for faster training; the base
+            weights are then the student's own.
         save: `both` writes the model with the adapter merged to `student/` of the run and the adapter alone to
             `adapter/`; `adapter` writes the adapter alone to `student/`, with the name of its base model.
     """
@@ -68,7 +77,22 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[str | list[str], BeforeValidator(text_or_list)] = "all-linear"
     head: bool = False
+    rslora: bool = False
+    dora: bool = False
+    init: Literal["default", "pissa"] = "default"
     save: Literal["both", "adapter"] = "both"
+
+    @model_validator(mode="after")
+    def _variants_go_together(self) -> Self:
+        if self.dora and self.head:
+            raise ValueError("dora: the fused loss computes plain adapters of the head; expected head: false, got true")
+        if self.dora and self.init == "pissa":
+            raise ValueError("init: pissa changes the weights whose rows dora measures; expected default, got pissa")
+        if self.init == "pissa" and self.head:
+            raise ValueError("init: pissa would change a head that may be tied; expected head: false, got true")
+        if self.init == "pissa" and self.save == "adapter":
+            raise ValueError("save: adapter names base weights, which init: pissa changes; expected both, got adapter")
+        return self
 
 
 class Student(ModelSection):
@@ -120,7 +144,19 @@ class Student(ModelSection):
             raise ValueError(
                 f"dtype: {self.dtype} is for teachers; a student is trained in float32, bfloat16 or float16"
                 + ", and may compute in fp8 (student.compute)" * (self.dtype == "fp8")
+                + ", or has adapters over weights in nf4 (student.lora)"
             )
+        if self.dtype == "nf4" and self.lora is None:
+            raise ValueError(
+                "dtype: nf4 weights cannot be trained; expected lora, whose adapters are trained over them, got none"
+            )
+        if self.dtype == "nf4" and self.lora is not None and self.lora.init == "pissa":
+            raise ValueError(
+                "lora.init: pissa computes adapters from weights of 16 or 32 bits; expected default with dtype: nf4, "
+                "got pissa"
+            )
+        if self.dtype == "nf4" and self.compute == "fp8":
+            raise ValueError("compute: fp8 quantises weights of 16 or 32 bits; expected auto with dtype: nf4, got fp8")
         if self.dtype == "float16" and self.lora is None:
             raise ValueError("dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
         return self
@@ -137,6 +173,8 @@ class Student(ModelSection):
                 "dropout": (0.0, self.lora.dropout),
                 "head": (False, self.lora.head),
                 "save": ("both", self.lora.save),
+                "dora": (False, self.lora.dora),
+                "init": ("default", self.lora.init),
             }
             for field, (expected, got) in wrong.items():
                 if got != expected:
@@ -145,6 +183,11 @@ class Student(ModelSection):
                         f"quantise, got {got}"
                     )
         return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each process has to hold the student whole: its weights are packed, or made of all rows of A."""
+        return self.lora is not None and (self.dtype == "nf4" or self.quantise is not None or self.lora.dora)
 
     @property
     def starts_as_named(self) -> bool:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from distill.core.errors import Missing, Section, expected_got
 from distill.recipe.context_template import names_of
 from distill.recipe.fields import PART, ROUTE, NotNegative, TemplateKwargs, Text, text_or_list
-from distill.recipe.models import EIGHT_BITS, ModelSection
+from distill.recipe.models import EIGHT_BITS, LOW_BITS, ModelSection
 
 
 def sort_parts(parts: list[str]) -> list[str]:
@@ -217,7 +217,7 @@ class TeacherConfig(ModelSection):
 
     @model_validator(mode="after")
     def _is_in_eight_bits_here(self) -> Self:
-        if not self.is_loaded and self.dtype in EIGHT_BITS:
+        if not self.is_loaded and self.dtype in LOW_BITS:
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {self.eight_bits_instead}")
         return self
 
@@ -295,7 +295,7 @@ class LoadedTeacherConfig(ComputedTeacherConfig):
     def _can_be_had_in_so_few_bits(self) -> Self:
         if self.online_cache is not None:
             self._keeps_only_the_top_k()
-        if self.offload is not None and self.dtype in EIGHT_BITS:
+        if self.offload is not None and self.dtype in LOW_BITS:
             raise ValueError(f"offload: cpu works with weights in 16 or 32 bits; got dtype: {self.dtype}")
         if not self.merge_adapter:
             self._keeps_its_adapter()

@@ -141,11 +141,10 @@ def _model_of(source: Path, run: Path, dtype: torch.dtype | None) -> PreTrainedM
         run: Folder of its run; of a model that is of no run, its own.
         dtype: Dtype of the weights; None for that of their files.
     """
-    if is_adapter(source) and (run / RECIPE_FILE).is_file():
-        recipe = load(run / RECIPE_FILE)
-        if not recipe.student.starts_as_named:
-            return _rebuilt(source, run, recipe)
-    return load_merged(target_from_model(str(source)), "cpu", dtype)
+    recipe = load(run / RECIPE_FILE) if is_adapter(source) and (run / RECIPE_FILE).is_file() else None
+    if recipe is not None and not recipe.student.starts_as_named:
+        return _rebuilt(source, run, recipe)
+    return load_merged(target_from_model(str(source), recipe), "cpu", dtype)
 
 
 def _rebuilt(checkpoint: Path, run: Path, recipe: Recipe) -> PreTrainedModel:

@@ -77,13 +77,17 @@ def run_summary(
         lines["devices"] = str(plan.placement)
     if pair.sharing:
         lines["weights"] = pair.sharing
-    for model in pair.teacher.models.values():
+    quantised: dict[str, list[str]] = {}
+    for field, model in pair.models():
         offloaded = offloading_of(model)
         if offloaded:
             lines["offload"] = offloaded
         method = quantised_by(model)
         if method:
-            lines["quantised"] = f"linear layers of the teacher by {method}, except its head; the error is not measured"
+            quantised.setdefault(method, []).append(f"the {field}")
+    for method, fields in quantised.items():
+        note = f"linear layers of {' and '.join(fields)} by {method}, except the head; the error is not measured"
+        lines["quantised"] = note if "quantised" not in lines else f"{lines['quantised']}\n{' ' * 12}{note}"
     for note in small_data_warnings(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     quantise = recipe.student.quantise

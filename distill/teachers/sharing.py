@@ -26,6 +26,8 @@ def student_weights(section: Student, dtype: torch.dtype, *, sharded: bool) -> F
     unlike_files = ""
     if section.cut is not None:
         unlike_files = "student.from_teacher"
+    elif section.lora.init == "pissa":
+        unlike_files = "student.lora.init: pissa"
     elif section.quantise is not None:
         unlike_files = "student.quantise"
     elif section.vocabulary == "extend":
@@ -71,7 +73,7 @@ def why_apart(teacher: FrozenWeights, student: FrozenWeights) -> str:
     """Return why a teacher and a student of the same files do not hold one copy."""
     if teacher.unlike_files or student.unlike_files:
         return teacher.unlike_files or student.unlike_files
-    if teacher.dtype != student.dtype:
-        dtypes = [str(weights.dtype).removeprefix("torch.") for weights in (teacher, student)]
+    if (teacher.dtype, teacher.quantised) != (student.dtype, student.quantised):
+        dtypes = [w.quantised or str(w.dtype).removeprefix("torch.") for w in (teacher, student)]
         return f"the teacher is in {dtypes[0]}, the student in {dtypes[1]}"
     return f"teacher.attention is {teacher.attention}, student.attention {student.attention}"

@@ -46,6 +46,7 @@ PUBLISHED = {
 HARDWARE = {
     "qwen3-30b-a3b-to-1.7b": ("H200", 1),
     "llama3-8b-to-1b-lora": ("RTX 4090", 1),
+    "llama3-8b-nf4-lora": ("RTX 4090", 1),
     "llama3-70b-to-8b-lora": ("H100", 4),
 }
 ROOT = Path(__file__).resolve().parents[2]

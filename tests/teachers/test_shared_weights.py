@@ -95,21 +95,25 @@ def assert_same(one, other):
     assert all(torch.equal(tensor, other[3][name]) for name, tensor in one[3].items())
 
 
-@pytest.mark.plain("bfloat16")
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_half_the_weights_and_the_same_run(workplace, precision):
+FORMATS = {
+    "float32": ["train.precision=float32"],
+    "bfloat16": ["train.precision=bfloat16"],
+    "nf4": ["teacher.dtype=nf4", "student.dtype=nf4"],
+}
+
+
+@pytest.mark.plain("bfloat16", "nf4")
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS.keys())
+def test_half_the_weights_and_the_same_run(workplace, settings):
     """Held against a run whose teacher is read from a copy of the files."""
-    setting = f"train.precision={precision}"
-    two, adapters = weight_bytes(opened(setting, COPY))
+    two, adapters = weight_bytes(opened(COPY, *settings))
     for override in (ITSELF, "teacher.model=./base"):
-        pair = opened(setting, override)
+        pair = opened(override, *settings)
         one, _ = weight_bytes(pair)
         assert one - adapters == (two - adapters) / 2 and one <= 0.55 * two + adapters
         assert pair.sharing.startswith("teacher and student hold one copy of")
         assert not any(p.requires_grad for p in pair.teacher.models["teacher"].parameters())
-    assert_same(
-        *(figures(run(recipe(setting, override), name=name).folder) for name, override in (("a", ITSELF), ("b", COPY)))
-    )
+    assert_same(*(figures(run(recipe(own, *settings), name=name).folder) for name, own in (("a", ITSELF), ("b", COPY))))
 
 
 def adapters_of(model):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distill.models.dtypes import is_in_4_bits
 from distill.models.head import unwrap_peft
 from distill.models.quantised_checkpoints import is_quantised, plain_tensors, quantised_by_transformers
 
@@ -27,7 +28,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     # quantised weights may be buffers, and their scales neither
-    packed = quantised_by_transformers(model) or is_quantised(model)
+    packed = quantised_by_transformers(model) or is_quantised(model) or is_in_4_bits(model)
     for name, parameter in sorted(plain_tensors(model) if packed else model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
         held: Any = parameter.detach()

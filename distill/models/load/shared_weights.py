@@ -23,8 +23,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from distill.models.dtypes import full_shape
 from distill.models.load.source import resolve_model_source
 from distill.recipe import ModelSection
+from distill.recipe.models import LOW_BITS
 from distill.recipe.shipped import find_architecture
 
 SHARED = "_distill_shared"  # of a parameter: True where several models have it
@@ -39,6 +41,7 @@ class FrozenWeights(NamedTuple):
         revision, trust_remote_code: As in the recipe.
         dtype: Dtype in memory.
         attention: Attention implementation that the model is built with.
+        quantised: Format of the linear layers, `nf4`; empty where they are in `dtype`.
         unlike_files: Setting for which the model does not hold the values of the files, whole and in one dtype.
     """
 
@@ -47,6 +50,7 @@ class FrozenWeights(NamedTuple):
     trust_remote_code: bool
     dtype: torch.dtype
     attention: str
+    quantised: str = ""
     unlike_files: str = ""
 
     def reads_the_files_of(self, other: FrozenWeights) -> bool:
@@ -68,7 +72,9 @@ def frozen_weights(
         files = str(find_architecture(str(section.config), f"{field}.config")), seed
     else:
         files = _named_files(str(section.model), f"{field}.model")
-    return FrozenWeights(files, section.revision, section.trust_remote_code, dtype, section.attention, unlike_files)
+    quantised = section.dtype if section.dtype in LOW_BITS else ""
+    code = section.trust_remote_code
+    return FrozenWeights(files, section.revision, code, dtype, section.attention, quantised, unlike_files)
 
 
 def _named_files(model: str, field: str) -> tuple[str, str | None]:
@@ -142,6 +148,6 @@ def shared_among(models: Mapping[str, nn.Module]) -> SharedParameters:
     shared = {key: p for own in parameters.values() for key, p in own.items() if copies[key] > 1}
     return SharedParameters(
         holders=[name for name, own in parameters.items() if not shared.keys().isdisjoint(own)],
-        numbers=sum(parameter.numel() for parameter in shared.values()),
+        numbers=sum(full_shape(parameter).numel() for parameter in shared.values()),
         saved=sum((copies[key] - 1) * parameter.nbytes for key, parameter in shared.items()),
     )

@@ -115,7 +115,7 @@ class LocalPlan(TeacherPlan):
     def __init__(self, recipe: Recipe, section: LoadedTeacherConfig | None = None, field: str = "teacher") -> None:
         super().__init__(recipe, section, field)
         self.sections = {field: self.section}
-        self.shardable = self.section.offload is None and self.section.dtype != "int8"
+        self.shardable = self.section.offload is None and self.section.dtype not in ("int8", "nf4")
 
     def meta(self) -> MetaModel:
         return meta_model(meta_config(self.section, self.field), self.field)

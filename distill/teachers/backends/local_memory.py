@@ -4,6 +4,7 @@ Memory of the weights, in bytes: P parameters, D of them in the decoder's linear
 
     resident       P b
     fp8, int8      D + (P - D) b                  linear layers except the LM head: one byte a weight; fp8: and experts
+    nf4            D 4.13 / 8 + (P - D) b         the same layers in 4 bits and their scales
     quantised      D bits / 8 + (P - D) b         bits of the checkpoint; P b where they are unknown
     offloaded      (P - layers) b + 2 x (largest layer) b      on the device; the layers are in host memory
 
@@ -19,9 +20,10 @@ from distill.models.dtypes import Precision
 from distill.models.fp8_teacher import expert_weights, find_skipped
 from distill.models.gpu_specs import has_fp8
 from distill.models.meta_models import meta_student
+from distill.models.quantised_checkpoints import saved_bytes
 from distill.models.shape import USABLE, ModelSizes
 from distill.recipe import LoadedTeacherConfig
-from distill.recipe.models import EIGHT_BITS
+from distill.recipe.models import LOW_BITS
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def smaller_variants(source: LocalPlan, family: str | None = None) -> list[Small
     """
     recipe = source.recipe
     section = source.section
-    if section.offload is not None or section.dtype in EIGHT_BITS or not section.merge_adapter:
+    if section.offload is not None or section.dtype in LOW_BITS or not section.merge_adapter:
         return []
     bits = "fp8" if has_fp8(family) else "int8"
     in_8_bits = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})
@@ -83,9 +85,11 @@ def smaller_variants(source: LocalPlan, family: str | None = None) -> list[Small
 def loading_bytes(source: LocalPlan, precision: Precision) -> float:
     """Return the bytes of teacher and student at loading, before the teacher is quantised."""
     meta = source.meta()
-    student = meta_student(source.recipe.student, meta.config).shape
+    section = source.recipe.student
+    student = meta_student(section, meta.config).shape
     adapters = student.trained if student.rank else 0
-    weights = (student.parameters - adapters) * precision.student.itemsize + 4 * adapters
+    size = precision.student.itemsize
+    weights = (student.parameters - adapters) * size - saved_bytes(section.dtype, student.linear, size) + 4 * adapters
     return float(meta.shape.parameters * precision.teacher.itemsize + weights)
 
 
@@ -99,6 +103,9 @@ def placed_bytes(section: LoadedTeacherConfig, shape: ModelSizes, precision: Pre
     size = precision.teacher.itemsize
     if section.offload is not None:
         return float(shape.parameters - shape.layered + 2 * shape.largest_layer) * size
-    bits = 8.0 if section.dtype in EIGHT_BITS else shape.stored_bits
-    saved = 0.0 if bits is None else shape.linear * (size - bits / 8) + experts * (size - 1)
+    if section.dtype in LOW_BITS or shape.stored_bits is None:
+        saved = saved_bytes(section.dtype, shape.linear, size)
+    else:
+        saved = shape.linear * (size - shape.stored_bits / 8)
+    saved += experts * (size - 1)
     return shape.parameters * size - saved

@@ -110,8 +110,9 @@ class AveragePlan(LocalPlan):
     """The plan of an `AveragedTeacher`; arguments as of `LocalPlan`."""
 
     def frozen_weights(self, precision: Precision, *, sharded: bool) -> list[FrozenWeights]:
-        """Return the weights under the adapters; none of an average of all weights."""
-        return super().frozen_weights(precision, sharded=sharded) if self.recipe.student.lora is not None else []
+        """Return the weights under the adapters; none of an average of all weights, or where adapters change them."""
+        lora = self.recipe.student.lora
+        return super().frozen_weights(precision, sharded=sharded) if lora is not None and lora.init == "default" else []
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the model's footprint, with the average in float32 where its weights are narrower."""

@@ -20,7 +20,7 @@ from distill.models.meta_models import meta_config, meta_student
 from distill.objectives.measure import KL, DivergenceUnit, cache_measure
 from distill.objectives.row_packing import hidden_bytes
 from distill.recipe import ModelSection, Recipe, ServedTeacherConfig
-from distill.recipe.models import EIGHT_BITS
+from distill.recipe.models import LOW_BITS
 from distill.teachers.backends.served.client import ServerConfig, Servers, token_of
 from distill.teachers.backends.served.protocol import FILES, Identity, head_hash, tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
@@ -83,7 +83,7 @@ class ServerPlan(TeacherPlan):
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
         identity = self.identity
         in_fp8 = self.section.transfer_dtype == "fp8" and self.section.top_k is None
-        dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
+        dtype = identity.held if identity.held.startswith(LOW_BITS) else identity.dtype
         return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
 
     def stored_dtype(self) -> str:

@@ -29,7 +29,7 @@ from distill.objectives.measure import DivergenceUnit, cache_measure
 from distill.objectives.row_packing import DTYPES
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, ModelSection, Recipe, StoredTeacherConfig, TeacherConfig
-from distill.recipe.models import EIGHT_BITS
+from distill.recipe.models import LOW_BITS
 from distill.teachers.backends.stored.begin import StoreFolder
 from distill.teachers.backends.stored.contents import LogitHead, head_of, hidden_content, write_companions
 from distill.teachers.backends.stored.format import (
@@ -409,7 +409,7 @@ class StoredPlan(TeacherPlan):
             config = meta_config(self.config_section(), self.field)
             layers = cut_identity(student.from_teacher, layer_count(config))
         digest = "" if self.noted is None else self.noted.report.digest
-        maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
+        maker = {"dtype": self.section.held if self.section.dtype in LOW_BITS else dtype} | (self.maker() or {})
         plan = {
             "version": VERSION,
             **content,
