@@ -86,7 +86,8 @@ def run_summary(
         if method:
             quantised.setdefault(method, []).append(f"the {field}")
     for method, fields in quantised.items():
-        note = f"linear layers of {' and '.join(fields)} by {method}, except the head; the error is not measured"
+        heads = "its head" if len(fields) == 1 else "their heads"
+        note = f"linear layers of {' and '.join(fields)} by {method}, except {heads}; the error is not measured"
         lines["quantised"] = note if "quantised" not in lines else f"{lines['quantised']}\n{' ' * 12}{note}"
     for note in small_data_warnings(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"

@@ -20,6 +20,7 @@ from distill.models.patch import packed, shared_input
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import patch
 from distill.models.precision import fp8_student
+from distill.models.precision.nf4 import quantise_nf4
 from distill.recipe.loss import Loss
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.training.cuda_graphs import CudaGraphCallback
@@ -43,10 +44,14 @@ def rows(count=48, *, packed=False, labelled=0.6):
     return made
 
 
-def models(*, dtype=torch.bfloat16, dropout=0.0, lora=False, layers=3):
+def models(*, dtype=torch.bfloat16, dropout=0.0, lora=False, nf4=False, layers=3):
     torch.manual_seed(0)
     teacher = tiny_model(hidden=128, layers=layers, dtype=torch.bfloat16).cuda()
     student = tiny_model(hidden=128, layers=2, dtype=dtype, seed=4, attention_dropout=dropout).cuda()
+    if nf4:
+        pytest.importorskip("bitsandbytes")
+        teacher = quantise_nf4(teacher, teacher.device, "teacher")
+        student = quantise_nf4(student, student.device, "student")
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -146,6 +151,8 @@ def same(folder, **more):
         {"autocast": True},
         {"accumulation": 3},
         {"lora": True},
+        {"lora": True, "nf4": True},
+        {"lora": True, "nf4": True, "checkpointing": True},
         {"checkpointing": True},
         {"mixture": True},
         {"data": rows(packed=True)},
@@ -163,6 +170,8 @@ def same(folder, **more):
         "autocast",
         "accumulation",
         "lora",
+        "lora over nf4",
+        "lora over nf4, checkpointed",
         "checkpointing",
         "mixture",
         "packed",
