@@ -24,7 +24,7 @@ from distill.models.loading import load_student, load_teacher
 from distill.models.precision.nf4 import dequantise_nf4
 from distill.planning.devices import find_device
 from distill.planning.preflight import check_run
-from distill.recipe import LocalTeacherConfig, Lora, RecipeError, Student, load
+from distill.recipe import LocalTeacherConfig, Lora, Student, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
 
@@ -247,7 +247,7 @@ def test_variants_of_adapters_are_resumed_and_merged(workplace, dtype, more):
     assert all(torch.equal(adapter[name], again[name]) for name in adapter)
 
 
-# ---------------------------------------------------------------- plans and refusals
+# ---------------------------------------------------------------- plans
 
 
 def test_an_8b_student_in_4_bits_fits_24_gb():
@@ -261,31 +261,6 @@ def test_an_8b_student_in_4_bits_fits_24_gb():
     assert report.memory.parts["teacher"] == pytest.approx(weights, rel=1e-3)
     dense = check_run(load(find_recipe("llama3-8b-nf4-lora"), ["student.dtype=bfloat16"]), card, read_data=False)
     assert not dense.fits
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["student.lora=null"], "student.dtype: nf4 weights cannot be trained; expected lora"),
-        (["student.quantise={format: q4_0}"], "quantise: needs weights in float32"),
-        (["student.compute=fp8"], "compute: fp8 quantises weights of 16 or 32 bits; expected auto with dtype: nf4"),
-        (["parallel.strategy=fsdp"], "student.dtype: nf4: requires a student that each process holds whole"),
-        (["parallel.teacher=sharded", "teacher.dtype=nf4"], "requires a teacher's weights in floating point"),
-        (["teacher.dtype=nf4", "teacher.offload=cpu"], "offload: cpu works with weights in 16 or 32 bits; got dtype"),
-        (
-            ["student={from_teacher: {layers: 2}, dtype: nf4, lora: {r: 4}}", "teacher.dtype=nf4"],
-            "student.from_teacher: requires a teacher's weights in floating point; got teacher.dtype: nf4",
-        ),
-        (
-            ["student.lora.init=pissa"],
-            "lora.init: pissa computes adapters from weights of 16 or 32 bits; expected default with dtype: nf4",
-        ),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_what_cannot_be_is_refused_by_name(overrides, message):
-    with pytest.raises(RecipeError, match=message):
-        run_recipe(*IN_4_BITS, *overrides)
 
 
 def test_without_bitsandbytes_the_command_to_install_it_is_named(base, monkeypatch):
