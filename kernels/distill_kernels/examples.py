@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import distill_kernels as ours
+from distill_kernels.decoding.experts import decode_experts
 from distill_kernels.launch import INTERPRETER, DeviceFacts
 from distill_kernels.layers.attention_relation import relation_divergence
 from distill_kernels.layers.experts import experts
@@ -543,7 +544,7 @@ def _smoothed_logits(student_logits: torch.Tensor, labels: torch.Tensor) -> obje
 
 
 def _with_stats(**tensors: Any) -> object:
-    made: Any = ours.fused_kl_loss(**tensors, temperature=2.0, return_stats=True)
+    made: Any = ours.fused_kl_loss(**tensors, temperature=2.0, clip=ours.Clip(entry=0.01), return_stats=True)
     loss, stats = made
     # the rows' agreement of top tokens may differ by rounding
     return (loss, *(value for name, value in stats._asdict().items() if name != "agreement"))
@@ -812,6 +813,13 @@ def _mixture(**settings: Any) -> Callable[..., torch.Tensor]:
     return run
 
 
+def _decoded(
+    x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, *rest: torch.Tensor, **named: Any
+) -> torch.Tensor:
+    with torch.no_grad():
+        return decode_experts(x, index, shares, *rest, **named)
+
+
 def _routed(**settings: Any) -> Callable[..., torch.Tensor]:
     """Return the weights of two experts of each token."""
 
@@ -837,6 +845,7 @@ def _experts() -> dict[str, Example]:
     clamped = _mixture(activation="clamped_silu", interleaved=True, alpha=1.702, limit=1.5)
     return {
         "experts: silu": call(_mixture(), "x shares gate_up down", **tensors),
+        "experts: few tokens": call(_decoded, **tensors),
         "experts: clamped silu, biases, interleaved": call(
             clamped, "x shares gate_up down gate_up_bias down_bias", **tensors, **biases
         ),

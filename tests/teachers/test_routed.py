@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from distill_kernels import TokenStats
 from subjects import SUBJECTS, routed, routed_answering
 from tiny import save_models, tiny_model
 
@@ -20,6 +21,8 @@ from distill.teachers.combination import route_data as routed_data
 from distill.teachers.combination.routes import RoutedTeacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.progress import read_metrics
+
+STATISTICS = len(TokenStats._fields)  # of a batch; three of each route follow
 
 BASE = (
     "teachers: [{model: math, route: math}, {model: talk, route: talk}]\nstudent: {model: student}\n"
@@ -82,20 +85,20 @@ def test_the_loss_is_the_sum_over_the_routes():
     output["loss"].backward()
     gradients = {name: p.grad.clone() for name, p in subject.student.named_parameters() if p.grad is not None}
     subject.student.zero_grad()
-    total, statistics = 0, torch.zeros(7)
+    total, statistics = 0, torch.zeros(STATISTICS)
     for route, member in enumerate(subject.teacher.members):
         objective = DistillationObjective(member, subject.student, subject.loss, vocab_size=together.columns)
         own = [part for part in subject.documents() if part["route"] == [route]]
         alone = subject.student(**objective.student_inputs(Collator(0)(own), num_items=items))
         alone["loss"].backward()
         total, statistics = total + alone["loss"].detach(), statistics + alone["statistics"].detach()
-        begin = 7 + 3 * route
+        begin = STATISTICS + 3 * route
         tokens, divergence, agreement = output["statistics"][begin : begin + 3].tolist()
         assert tokens == sum(label != -100 for part in own for label in part["labels"][1:])
         assert divergence == pytest.approx(alone["statistics"][0].item(), rel=1e-4)
         assert agreement == alone["statistics"][4]
     torch.testing.assert_close(output["loss"].detach(), total, rtol=1e-5, atol=0)
-    torch.testing.assert_close(output["statistics"][:7], statistics, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output["statistics"][:STATISTICS], statistics, rtol=1e-4, atol=1e-4)
     for name, p in subject.student.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-3, atol=1e-6)
 
@@ -108,7 +111,7 @@ def test_a_batch_of_one_route_and_a_batch_of_none():
         batch = Collator(0, columns=subject.teacher.columns)(rows)
         output = subject.student(**objective.student_inputs(batch, num_items=10))
         output["loss"].backward()
-        assert output["statistics"].shape == (13,) and output["statistics"][7] == 0
+        assert output["statistics"].shape == (STATISTICS + 6,) and output["statistics"][STATISTICS] == 0
         assert (output["loss"] > 0) == bool(rows)
         assert all(p.grad is not None for p in subject.student.parameters())
 
