@@ -814,10 +814,10 @@ def _mixture(**settings: Any) -> Callable[..., torch.Tensor]:
 
 
 def _decoded(
-    x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, *rest: torch.Tensor, **named: Any
+    x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     with torch.no_grad():
-        return decode_experts(x, index, shares, *rest, **named)
+        return decode_experts(x, index, shares, gate_up, down)
 
 
 def _routed(**settings: Any) -> Callable[..., torch.Tensor]:
