@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 
@@ -9,6 +10,9 @@ import warnings
 WARNINGS = (r"This DataLoader will create \d+ worker processes", r"'pin_memory' argument is set as true")
 BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
+# On CPUs with bfloat16 instructions bitsandbytes, which PEFT imports where it is installed, asks the hub for kernels
+# that nf4 weights here are not packed for, and warns that it has none.
+LOGGERS = ("bitsandbytes.backends.cpu.ops",)
 
 
 def silence_libraries() -> None:
@@ -17,6 +21,8 @@ def silence_libraries() -> None:
         warnings.filterwarnings("ignore", message)
     for name in BARS:  # the lines of `console.spinner` take their place
         os.environ.setdefault(name, "1")
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     if hasattr(os, "register_at_fork") and PARALLELISM not in os.environ:
         # the tokenizers library warns in each fork that it disables its threads, unless the variable is set
         os.register_at_fork(

@@ -1,7 +1,9 @@
 """Frozen weights in 4 bits: what is computed and trained equals dense layers that hold the dequantised weights."""
 
 import copy
+import importlib
 import json
+import logging
 import shutil
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.cli import run_command
+from distill.core.library_output import silence_libraries
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.dtypes import is_in_4_bits
 from distill.models.flops import count_flops, parameters_of
@@ -267,3 +270,10 @@ def test_without_bitsandbytes_the_command_to_install_it_is_named(base, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"student\.dtype: nf4 needs bitsandbytes, which is not installed; install it"):
         load_student(Student(model=base, dtype="nf4", lora=Lora()))
+
+
+def test_a_run_is_not_told_of_kernels_of_the_hub():
+    """A CPU with bfloat16 instructions makes bitsandbytes warn at its import, which PEFT does in every run."""
+    silence_libraries()
+    module = importlib.import_module("bitsandbytes.backends.cpu.ops")
+    assert not module.logger.isEnabledFor(logging.WARNING)
