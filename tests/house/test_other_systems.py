@@ -54,7 +54,8 @@ import importlib, pkgutil
 count = 0
 for package in ("distill_kernels", "distill"):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        if not module.name.endswith("__main__"):
+        # launch plans are of Triton's launches, and imported at the first of them
+        if not module.name.endswith(("__main__", ".launch_plans")):
             importlib.import_module(module.name)
             count += 1
 from distill.core import files

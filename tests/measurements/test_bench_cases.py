@@ -170,7 +170,7 @@ def test_torchao_leaves_the_compiler_as_it_is(monkeypatch):
 
 
 def test_steps_are_picked_by_pair_and_variant():
-    assert [len(variants) for _, _, variants in step.chosen(False, "")] == [5, 4]
+    assert [len(variants) for _, _, variants in step.chosen(False, "")] == [5, 4, 4]
     assert step.chosen(True, "") == [("llama-3.1-8b", "llama-3.2-1b", ("plain", "liger", "distill", "distill-fp8"))]
     assert step.chosen(False, "distill,compile") == [("llama-3.1-8b", "llama-3.2-1b", ("distill", "compile"))]
     assert step.chosen(False, "qwen2.5") == [step.PAIRS["qwen2.5"]] and "compile" in step.PAIRS["qwen2.5"][2]

@@ -76,7 +76,7 @@ def test_runs_are_chosen_by_their_levels():
     assert len(runner.chosen(plan, 2, ["gsm8k", "10", "forward KL", "JSD"])) == 4
     with pytest.raises(ValueError, match=r"--only: expected some of .*; got KL"):
         runner.chosen(plan, None, ["KL"])
-    with pytest.raises(ValueError, match="--plan: expected a YAML file or one of fp8, "):
+    with pytest.raises(ValueError, match="--plan: expected a YAML file or one of collapse, fp8, "):
         read_plan("objective")
 
 

@@ -72,7 +72,7 @@ def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
 @pytest.mark.plain("galore_adamw-galore_torch")
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("galore_adamw", "galore_torch"), ("adamw_bnb_8bit", "bitsandbytes"), ("schedule_free_sgd", "schedulefree")],
+    [("galore_adamw", "galore_torch"), ("schedule_free_sgd", "schedulefree")],
 )
 def test_an_unavailable_optimizer_is_refused_before_models_are_loaded(name, package, workplace, capsys, fault):
     fault.setattr("distill.run.opened_pair", lambda *args: pytest.fail("the models are loaded"))

@@ -262,7 +262,7 @@ def test_advice_for_out_of_memory_works(finished, tmp_path, monkeypatch, capsys,
         (["data.max_length=16"], "recipe.yaml: expected 32, got 16"),
         (
             ["student.lora={r: 2}"],
-            "student.lora differs from runs/whole/recipe.yaml: expected null, got a section of 6",
+            "student.lora differs from runs/whole/recipe.yaml: expected null, got a section of 9",
         ),
         (["train.batch_size=3", "train.tokens_per_step=192"], "8 rows on 1 device(s), so expected one of 4, 2, 1"),
         (["train.batch_size=2", "train.tokens_per_step=128"], "8 rows x data.max_length 32, so expected 256; got 128"),
