@@ -52,10 +52,15 @@ def other_numbers(quoted: str, line: str) -> list[str]:
     both = [NUMBER.findall(TIMED.sub("0", text)) for text in (quoted.removesuffix(LEFT_OUT), line)]
     for one, other in zip(*both, strict=False):  # a line that is cut has fewer
         one, other = one.rstrip(".,:"), other.rstrip(".,:")
+        if one == other:
+            continue
+        if one.count(".") > 1:  # an address or a version
+            found.append(f"{one}, now {other}")
+            continue
         shown, now = (float(text.replace(",", "").replace(":", "")) for text in (one, other))
         last_digit = 10.0 ** -len(one.partition(".")[2])
         allowed = RELATIVE * abs(now) + 2 * last_digit if "." in one else 0.0
-        if one != other and not abs(shown - now) <= allowed:
+        if not abs(shown - now) <= allowed:
             found.append(f"{one}, now {other}")
     return found
 
