@@ -348,7 +348,7 @@ def _rows_of(columns: Mapping[str, Ragged]) -> Iterator[Row]:
         }
 
 
-class Turns:
+class SourceTurns:
     """Sources of the packed rows in turn: each row is of the source that is furthest behind its share.
 
     Args:
@@ -372,8 +372,8 @@ class Turns:
         self.counts[source] += 1
         return source, self.counts[source] - 1
 
-    def copy(self) -> Turns:
-        return Turns(self.shares, self.counts)
+    def copy(self) -> SourceTurns:
+        return SourceTurns(self.shares, self.counts)
 
 
 class StreamedRows:
@@ -390,9 +390,9 @@ class StreamedRows:
         self.rank = rank
         self.ranks = ranks
         shares = [reader.streamed.share for reader in readers]
-        self._first = Turns(shares)  # where this process began to read, at first or when it was resumed
-        self._saved = Turns(shares)  # at the last step that was saved
-        self._turns = Turns(shares)
+        self._first = SourceTurns(shares)  # where this process began to read, at first or when it was resumed
+        self._saved = SourceTurns(shares)  # at the last step that was saved
+        self._turns = SourceTurns(shares)
 
     def __len__(self) -> int:
         return self.count
@@ -433,7 +433,7 @@ class StreamedRows:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the place that `state` returned."""
         shares = self._first.shares
-        self._first = Turns(shares, state["counts"])
+        self._first = SourceTurns(shares, state["counts"])
         self._saved = self._first.copy()
         self._turns = self._first.copy()
         for reader, (first, place, read, dropped) in zip(self.readers, state["marks"], strict=True):

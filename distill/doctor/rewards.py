@@ -10,7 +10,7 @@ from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.generation.documents import RolloutDocument
 from distill.generation.function_calls import FunctionInput
 from distill.generation.rewards import Rewards
-from distill.generation.rollout_contexts import RolloutContexts, TeacherPrompt
+from distill.generation.rollout_contexts import PromptTokens, RolloutContexts
 from distill.generation.rollout_steps import GeneratedResponse
 
 CONTEXT_TOKENS = 8
@@ -62,16 +62,16 @@ class SubstituteContexts(RolloutContexts):
         responses: Sequence[GeneratedResponse],
         scores: Sequence[object],
         longest: Callable[[RolloutDocument], int],
-    ) -> list[TeacherPrompt | None]:
+    ) -> list[PromptTokens | None]:
         """Return prompts that begin with tokens of the student's, the last one first: any other prompt would do."""
-        found: list[TeacherPrompt | None] = []
+        found: list[PromptTokens | None] = []
         for document, response in zip(documents, responses, strict=True):
             if document.route not in self.routes:
                 found.append(None)
                 continue
             room = longest(document) - len(document.prompt) - len(response.tokens)
             context = document.prompt[::-1][: min(CONTEXT_TOKENS, room)]
-            found.append(TeacherPrompt([*context, *document.prompt], bool(context)))
+            found.append(PromptTokens([*context, *document.prompt], bool(context)))
         return found
 
 

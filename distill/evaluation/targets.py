@@ -75,6 +75,7 @@ def target_from_model(model: str, recipe: Recipe | None = None) -> Target:
     if not base:
         return Target(Student(model=model))
     student = Student.model_validate(base)
+    # the adapter was trained over the rounded base, and is merged into what these 4 bits stand for
     if recipe is not None and recipe.student.dtype == "nf4":
         student = student.model_copy(update={"dtype": "nf4"})
     return Target(student, adapter=Path(model))

@@ -45,7 +45,7 @@ from distill.generation.documents import (
 )
 from distill.generation.environment import Environment, Rollout
 from distill.generation.rewards import Rewards, RewardSums, reward_metrics
-from distill.generation.rollout_contexts import RolloutContexts, TeacherPrompt
+from distill.generation.rollout_contexts import PromptTokens, RolloutContexts
 from distill.generation.rollout_steps import (
     Batches,
     Collated,
@@ -269,7 +269,7 @@ class OnPolicyRollouts:
         rewards = RewardSums()
         if self.rewards is not None:
             scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
-        prompts: Sequence[TeacherPrompt | None] = [None] * len(scored)
+        prompts: Sequence[PromptTokens | None] = [None] * len(scored)
         if self.contexts is not None:
             prompts = self.contexts.prompts(replaced, responses, scores, self._longest)
         with_context = [prompt.ids for prompt in prompts if prompt is not None and prompt.has_context]
@@ -311,7 +311,7 @@ class OnPolicyRollouts:
         document: RolloutDocument,
         response: GeneratedResponse,
         score: RolloutScore | None,
-        prompt: TeacherPrompt | None,
+        prompt: PromptTokens | None,
     ) -> RolloutDocument | None:
         """Return the document with the response; None where the teacher has no prompt for it."""
         log_probs = response.log_probs if self.log_probs else None

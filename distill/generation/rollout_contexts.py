@@ -56,7 +56,7 @@ class RunContext(NamedTuple):
     reader: ContextReader
 
 
-class TeacherPrompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """The teacher's tokens before a response.
 
     Attributes:
@@ -93,7 +93,7 @@ class RolloutContexts:
         responses: Sequence[GeneratedResponse],
         scores: Sequence[RolloutScore | None],
         longest: Callable[[RolloutDocument], int],
-    ) -> list[TeacherPrompt | None]:
+    ) -> list[PromptTokens | None]:
         """Return the teacher's prompt of each response; None for that of the data.
 
         Args:
@@ -109,11 +109,12 @@ class RolloutContexts:
         ]
         begins = [number for number, document in enumerate(documents) if document.sample == 0]
         groups = list(zip(begins, [*begins[1:], len(documents)], strict=True))
-        found: list[TeacherPrompt | None] = [None] * len(documents)
+        found: list[PromptTokens | None] = [None] * len(documents)
         for route, (section, _, reader) in self.by_route.items():
             chosen = [
                 (n, begin, end) for begin, end in groups for n in range(begin, end) if documents[n].route == route
             ]
+            # an empty text is a template's way to say that there is no context to give
             texts = {
                 n: render(section.template, _variables(inputs[n], attempts[begin:end], n - begin, section.success))
                 for n, begin, end in chosen
@@ -121,14 +122,15 @@ class RolloutContexts:
             made = self._read(reader, {n: text for n, text in texts.items() if text}, documents, inputs)
             for n, ids in made.items():
                 if ids is not None and len(ids) + len(responses[n].tokens) <= longest(documents[n]):
-                    found[n] = TeacherPrompt(ids, True)
+                    found[n] = PromptTokens(ids, True)
+            # no context, a row that cannot have it, or one that leaves no room for the response
             without = {n: "" for n in texts if found[n] is None}
             if section.missing == "skip":
                 plain: dict[int, list[int] | None] = dict.fromkeys(without)
             else:
                 plain = self._read(reader, without, documents, inputs)
             for n, ids in plain.items():
-                found[n] = TeacherPrompt(ids, False)
+                found[n] = PromptTokens(ids, False)
         return found
 
     @staticmethod
@@ -159,6 +161,7 @@ def _attempt(own: FunctionInput, response: GeneratedResponse, score: RolloutScor
 def _variables(own: FunctionInput, group: Sequence[Mapping[str, Any]], index: int, success: float) -> dict[str, Any]:
     """Return the variables of a template for response `index` of a group."""
     mine = group[index]
+    # by text and not by number: an equal response would show the teacher the answer that it scores
     others = [each for each in group if each["answer"].strip() != mine["answer"].strip()]
     rewarded = [each for each in others if "reward" in each]
     reached = [each for each in rewarded if each["reward"] >= success]

@@ -43,8 +43,8 @@ class GpuSpec(NamedTuple):
         return None if self.bf16 is None else self.bf16 * 1e12
 
 
-# of GPUs on which training steps take joined projections, LoRA siblings as one node and clipping within the optimizer's
-# step: on an H200 a SmolLM2-135M pair's takes 5 % less; with LoRA its kernels 9 %, the step as long
+# of GPUs on which training steps take joined projections and clipping within the optimizer's step: on an H200 a
+# SmolLM2-135M pair's takes 5 % less
 JOINING_FAMILIES = frozenset({"sm_90"})
 
 PCIE_3 = 15.8

@@ -85,7 +85,8 @@ def layers_in_turn(function: Callable[..., object], layers: list[Any], *tokens: 
 def few_tokens(model: Any) -> Iterator[Row]:
     """Yield a layer's experts for few tokens, by the kernels for these and by grouped GEMMs, and where they cross."""
     layers = [layer.mlp.experts for layer in model.model.layers]
-    k, width = model.config.num_experts_per_tok, model.config.hidden_size
+    k = model.config.num_experts_per_tok
+    width = model.config.hidden_size
     for tokens in (1, 4, 8, 16, 32):
         generator = torch.Generator("cuda").manual_seed(tokens)
         x = torch.randn(tokens, width, generator=generator, device="cuda").bfloat16()

@@ -85,13 +85,15 @@ def test_the_loss_is_the_sum_over_the_routes():
     output["loss"].backward()
     gradients = {name: p.grad.clone() for name, p in subject.student.named_parameters() if p.grad is not None}
     subject.student.zero_grad()
-    total, statistics = 0, torch.zeros(STATISTICS)
+    total = 0
+    statistics = torch.zeros(STATISTICS)
     for route, member in enumerate(subject.teacher.members):
         objective = DistillationObjective(member, subject.student, subject.loss, vocab_size=together.columns)
         own = [part for part in subject.documents() if part["route"] == [route]]
         alone = subject.student(**objective.student_inputs(Collator(0)(own), num_items=items))
         alone["loss"].backward()
-        total, statistics = total + alone["loss"].detach(), statistics + alone["statistics"].detach()
+        total = total + alone["loss"].detach()
+        statistics += alone["statistics"].detach()
         begin = STATISTICS + 3 * route
         tokens, divergence, agreement = output["statistics"][begin : begin + 3].tolist()
         assert tokens == sum(label != -100 for part in own for label in part["labels"][1:])

@@ -123,11 +123,7 @@ def experts_forward(form: ExpertsForm) -> Callable[..., torch.Tensor]:
             self.down_proj,
             getattr(self, "gate_up_proj_bias", None),
             getattr(self, "down_proj_bias", None),
-            form.activation,
-            interleaved=form.interleaved,
-            transposed=form.transposed,
-            alpha=_number(self, "alpha") or 1.0,
-            limit=_number(self, "limit") or 0.0,
+            **_settings(self, form),
             residual=residual if adds else None,
         ).to(x.dtype)
         return y if residual is None or adds else residual + y
@@ -142,12 +138,19 @@ def fp8_experts(module: Any, form: ExpertsForm) -> Fp8Experts:
         module.down_proj,
         getattr(module, "gate_up_proj_bias", None),
         getattr(module, "down_proj_bias", None),
-        form.activation,
-        interleaved=form.interleaved,
-        transposed=form.transposed,
-        alpha=_number(module, "alpha") or 1.0,
-        limit=_number(module, "limit") or 0.0,
+        **_settings(module, form),
     )
+
+
+def _settings(module: Any, form: ExpertsForm) -> dict[str, Any]:
+    """Return the arguments of `experts` that say what a module's experts compute."""
+    return {
+        "activation": form.activation,
+        "interleaved": form.interleaved,
+        "transposed": form.transposed,
+        "alpha": _number(module, "alpha") or 1.0,
+        "limit": _number(module, "limit") or 0.0,
+    }
 
 
 def _number(module: nn.Module, name: str) -> float | None:

@@ -36,9 +36,9 @@ class GemmTile(NamedTuple):
 TILES = (GemmTile(128, 256, 8, 3), GemmTile(128, 128, 4, 4), GemmTile(64, 128, 4, 4), GemmTile(64, 64, 4, 4))
 
 
-def steps_in_flight(tile: GemmTile, facts: DeviceFacts, stored: int) -> int:
-    """Return the pipeline stages that fit shared memory beside `stored` result columns, at most the tile's own."""
-    left = facts.shared_bytes - 2 * tile.rows * stored - 1024
+def steps_in_flight(tile: GemmTile, facts: DeviceFacts) -> int:
+    """Return the pipeline stages that fit shared memory beside the tile's result, at most the tile's own."""
+    left = facts.shared_bytes - 2 * tile.rows * tile.columns - 1024
     return min(tile.stages, left // (2 * DEPTH * (tile.rows + tile.columns)))
 
 
@@ -48,7 +48,7 @@ def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> GemmTile:
     """
 
     def steps(tile: GemmTile) -> int:
-        return steps_in_flight(tile, facts, tile.columns)
+        return steps_in_flight(tile, facts)
 
     def cost(place: int) -> float:
         tile = TILES[place]
