@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from distill.core.files import free_bytes
+from distill.core import files
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.data.load import Splits
@@ -427,7 +427,7 @@ def _estimate_disk(recipe: Recipe, student: ModelSizes, precision: Precision, re
     if written and report.steps:
         count = min(count, sum(report.steps // every for every in written))
     report.disk = final + (count * checkpoint if written else 0)
-    report.disk_free = float(free_bytes(runs_folder(recipe.output_dir)))
+    report.disk_free = float(files.free_bytes(runs_folder(recipe.output_dir)))
     if report.disk > report.disk_free:
         free = f"{report.disk_free / GIB:.1f} GiB"
         report.problems.append(f"disk: expected {report.disk / GIB:.1f} GiB free in {recipe.output_dir}, got {free}")

@@ -214,7 +214,7 @@ def test_advice_saves_the_memory_it_names(gpu):
         assert after.fits is fits, label
 
 
-def test_time_and_disk_follow_the_sizes():
+def test_time_and_disk_follow_the_sizes(monkeypatch):
     one, eight = of(gpu="H100"), of(gpu="H100", gpus=8)
     assert one.tokens_per_step == eight.tokens_per_step == 65_536
     assert (one.accumulation, eight.accumulation) == (8, 1)
@@ -229,6 +229,10 @@ def test_time_and_disk_follow_the_sizes():
     weights = 4 * PUBLISHED["llama-3.2-1b"]
     assert one.disk == weights + 3 * 3 * weights
     assert of("train.save_every=null").disk == weights
+    monkeypatch.setattr("distill.core.files.free_bytes", lambda path: 2 * weights)
+    (problem,) = of().problems
+    assert problem == f"disk: expected {one.disk / GIB:.1f} GiB free in runs, got {2 * weights / GIB:.1f} GiB"
+    assert of("train.save_every=null").ok
     assert of(gpu="24GB").seconds_per_step is None
 
 

@@ -95,7 +95,7 @@ def check_tokens(
         expect(fits, "valid_rows", "int64 [M]", _described(valid_rows))
         if can_check_values(valid_rows) and not torch.compiler.is_compiling():
             n = leading.numel()
-            outside = valid_rows[(valid_rows < 0) | (valid_rows >= n)]
+            outside = valid_rows.masked_select((valid_rows < 0) | (valid_rows >= n))
             expect(not outside.numel(), "valid_rows", f"indices of 0 to {n - 1}", outside.tolist())
             once = torch.bincount(valid_rows, minlength=1).max().item() <= 1
             expect(once, "valid_rows", "each row once", f"some of {valid_rows.numel()} rows twice")
