@@ -5,7 +5,8 @@ a page one after another. Each line quoted in the block of text after it is repl
 `...` stands for lines that are left out, as does `...` at the end of a line for the rest of it. With `--check` nothing
 is written, and the lines are compared, numbers included: those with a point to 2 % and two units of their last digit,
 since the bits of a run are those of a machine. Times and rates are left out, and all numbers of an example that is
-marked `<!-- output, other numbers each time -->`. A block of Python that begins with `# NAME.py` is written as that
+marked `<!-- output, other numbers each time -->`. One that shows a refusal is marked `<!-- output, exit code 2 -->`:
+its errors are read too. A block of Python that begins with `# NAME.py` is written as that
 file.
 """
 
@@ -18,15 +19,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder) not in sys.path]
 
 from scripts.examples import tiny_pair  # noqa: E402
 
-MARK = r"<!-- output(, other numbers each time)? -->\n"
+MARK = r"<!-- output(, other numbers each time)?(?:, exit code (\d))? -->\n"
 EXAMPLE = re.compile(MARK + r"```sh\n(.*?)```\n\n(?:[^\n`]+\n\n)?```text\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d[\d,.:]*|\binf\b|\bnan\b")
@@ -71,14 +73,29 @@ def common_length(one: str, other: str) -> int:
     return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def run(commands: str, folder: Path) -> list[str]:
-    """Run a block of shell in `folder`; return the lines that it prints.
+class Programs(NamedTuple):
+    """Programs that a shell finds before others of their names.
+
+    Attributes:
+        folder: where they are.
+        environment: what they need of it.
+        inherited: file descriptors that they need.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+    inherited: Sequence[int]
+
+
+def run(commands: str, folder: Path, *, exit_code: int = 0, programs: Programs | None = None) -> list[str]:
+    """Run a block of shell in `folder`; return the lines that it prints, those of errors only where it shall fail.
 
     Raises:
-        ValueError: it fails.
+        ValueError: it ends with another code than `exit_code`.
     """
+    before = [str(programs.folder)] if programs else []
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([*before, str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         "COLUMNS": "200",
         "CUDA_VISIBLE_DEVICES": "",
@@ -86,11 +103,17 @@ def run(commands: str, folder: Path) -> list[str]:
         "PYTHONWARNINGS": "ignore",
     }
     made = subprocess.run(
-        ["bash", "-ec", commands], cwd=folder, env=environment, text=True, timeout=600, capture_output=True
+        ["bash", "-ec", commands],
+        cwd=folder,
+        env=environment | dict(programs.environment) if programs else environment,
+        pass_fds=programs.inherited if programs else (),
+        text=True,
+        timeout=600,
+        capture_output=True,
     )
-    if made.returncode:
+    if made.returncode != exit_code:
         raise ValueError(f"{commands.strip()}: exit code {made.returncode}\n{made.stdout[-2000:]}{made.stderr[-2000:]}")
-    return made.stdout.splitlines()
+    return (made.stdout + made.stderr if exit_code else made.stdout).splitlines()
 
 
 def printed(quoted: Sequence[str], lines: Sequence[str], *, exact: bool, numbers: bool = False) -> list[str]:
@@ -125,8 +148,13 @@ def printed(quoted: Sequence[str], lines: Sequence[str], *, exact: bool, numbers
     return found
 
 
-def refreshed(page: Path, *, exact: bool) -> str:
+def refreshed(page: Path, *, exact: bool, programs: Programs | None = None) -> str:
     """Return a page with the lines that its examples print.
+
+    Args:
+        page: the file.
+        exact: as of `printed`.
+        programs: stand in for `distill` and `python`, except in an example that kills one with SIGKILL.
 
     Raises:
         ValueError: as of `run` and `printed`.
@@ -137,8 +165,10 @@ def refreshed(page: Path, *, exact: bool) -> str:
         tiny_pair.main(folder)
         for file, content in FILE.findall(text):
             (folder / file).write_text(content)
-        for varies, commands, quoted in EXAMPLE.findall(text):
-            lines = run(commands, folder)
+        (folder / "scripts").symlink_to(ROOT / "scripts")  # a reader's folder is the checkout, or has tiny_pair's files
+        for varies, exit_code, commands, quoted in EXAMPLE.findall(text):
+            own_programs = programs if "kill -9" not in commands else None
+            lines = run(commands, folder, exit_code=int(exit_code or 0), programs=own_programs)
             try:
                 today = printed(quoted.splitlines(), lines, exact=exact, numbers=exact and not varies)
             except ValueError as error:

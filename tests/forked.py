@@ -7,6 +7,8 @@ A forked process has a process id, environment, working directory, streams, sess
 own, as one that was started; runs draw no curves there, which is half of their time. It is not what a test needs of a
 process that must not have imported something, or of an environment that is read at import (threads, HF_*,
 TRITON_INTERPRET): those start one with `subprocess`.
+
+For commands in a shell, `stand_ins` writes the programs `distill` and `python`, which are forked as well.
 """
 
 from __future__ import annotations
@@ -66,10 +68,16 @@ def clean_environment(**more: str) -> dict[str, str]:
     return given | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | more
 
 
+SERVER_SOCKET = "FORKED_SERVER_SOCKET"  # number of the socket that a stand-in inherits
+
+
 class Server:
-    """The one server of this process, started at the first use; ends with it."""
+    """The one server of this process, started at the first use; ends with it. A stand-in uses that of its test."""
 
     def __init__(self) -> None:
+        if SERVER_SOCKET in os.environ:
+            self.socket = socket.socket(fileno=int(os.environ[SERVER_SOCKET]))
+            return
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
@@ -183,6 +191,49 @@ def run(arguments, *, timeout=400, **more) -> subprocess.CompletedProcess:
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+# ------------------------------------------------------------------------------------------------ programs in a shell
+
+STAND_IN = """\
+#!{python} -IS
+import sys
+
+sys.path.insert(0, {tests!r})
+import forked
+
+sys.exit(forked.stand_in({arguments}))
+"""
+
+
+def stand_ins(folder: Path) -> tuple[dict[str, str], int]:
+    """Write the programs `distill` and `python` into `folder`, each of which becomes a forked process.
+
+    SIGINT, SIGTERM and SIGHUP reach that process; SIGKILL would end the stand-in alone.
+
+    Returns:
+        Environment of the shell, without `PATH`, and a file descriptor that it inherits.
+    """
+    if not _servers:
+        _servers.append(Server())
+    for name, beginning in {"distill": ["-m", "distill"], "python": []}.items():
+        program = folder / name
+        arguments = f"[*{beginning}, *sys.argv[1:]]"
+        program.write_text(STAND_IN.format(python=sys.executable, tests=str(TESTS), arguments=arguments))
+        program.chmod(0o755)
+    number = _servers[0].socket.fileno()
+    return {SERVER_SOCKET: str(number)}, number
+
+
+def stand_in(arguments: list[str]) -> int:
+    """Run a forked process in place of this one; return its exit code as a shell tells it."""
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
+        raise ValueError(f"expected python -m MODULE, python -c CODE or python FILE, got {arguments}")
+    process = Forked(arguments, cwd=Path.cwd(), env=os.environ, stdin=0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 # ---------------------------------------------------------------------------------------------------------- the server

@@ -1,5 +1,6 @@
 """Examples of the guides: run with two tiny models, their quoted output is what is printed today."""
 
+import forked
 import pytest
 
 from scripts import guide_outputs, quoted_run
@@ -90,5 +91,6 @@ def test_pages_that_ci_holds_to_a_run_quote_one(page):
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", guide_outputs.pages(), ids=lambda page: page.stem)
-def test_examples_print_what_the_guides_quote(page):
-    guide_outputs.refreshed(page, exact=True)
+def test_examples_print_what_the_guides_quote(page, tmp_path):
+    environment, server = forked.stand_ins(tmp_path)
+    guide_outputs.refreshed(page, exact=True, programs=guide_outputs.Programs(tmp_path, environment, [server]))
