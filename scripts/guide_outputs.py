@@ -31,7 +31,7 @@ from scripts.examples import tiny_pair  # noqa: E402
 MARK = r"<!-- output(, other numbers each time)?(?:, exit code (\d))? -->\n"
 EXAMPLE = re.compile(MARK + r"```sh\n(.*?)```\n\n(?:[^\n`]+\n\n)?```text\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
-NUMBER = re.compile(r"\d[\d,.:]*|\binf\b|\bnan\b")
+NUMBER = re.compile(r"\d[\d,.:]*(?:e[+-]\d+)?|\binf\b|\bnan\b")
 TIMED = re.compile(r"\d[\d,.]*(?= (?:tokens/s|s|ms|min)\b)|\d+:\d\d(?::\d\d)?")
 RELATIVE = 0.02  # difference of a number that may be another machine's rounding
 LIKE = 0.6  # least similarity of a line that takes the place of a quoted one
@@ -60,7 +60,8 @@ def other_numbers(quoted: str, line: str) -> list[str]:
             found.append(f"{one}, now {other}")
             continue
         shown, now = (float(text.replace(",", "").replace(":", "")) for text in (one, other))
-        last_digit = 10.0 ** -len(one.partition(".")[2])
+        mantissa, _, exponent = one.partition("e")
+        last_digit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
         allowed = RELATIVE * abs(now) + 2 * last_digit if "." in one else 0.0
         if not abs(shown - now) <= allowed:
             found.append(f"{one}, now {other}")
@@ -165,7 +166,8 @@ def refreshed(page: Path, *, exact: bool, programs: Programs | None = None) -> s
         tiny_pair.main(folder)
         for file, content in FILE.findall(text):
             (folder / file).write_text(content)
-        (folder / "scripts").symlink_to(ROOT / "scripts")  # a reader's folder is the checkout, or has tiny_pair's files
+        for part in ("docs", "scripts"):  # the folder stands for a checkout
+            (folder / part).symlink_to(ROOT / part)
         for varies, exit_code, commands, quoted in EXAMPLE.findall(text):
             own_programs = programs if "kill -9" not in commands else None
             lines = run(commands, folder, exit_code=int(exit_code or 0), programs=own_programs)

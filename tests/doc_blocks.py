@@ -16,6 +16,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
+REFUSED = re.compile(r"<!-- output, exit code [12] -->")
 SEPARATORS = {"&&", "||", "|", ";", "&"}
 
 
@@ -28,6 +29,7 @@ class Block(NamedTuple):
         language: after the fence.
         text: what is inside.
         excuse: why it is not run; None where it is.
+        refused: it shows a refusal, which test_guides.py holds to what is printed.
     """
 
     page: Path
@@ -35,6 +37,7 @@ class Block(NamedTuple):
     language: str
     text: str
     excuse: str | None
+    refused: bool = False
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -55,7 +58,8 @@ def blocks(*languages: str) -> list[Block]:
             if token.type == "fence" and token.info.split(" ")[0] in languages:
                 excuse = NOT_RUN.search(above)
                 line = token.map[0] + 1 if token.map else 0
-                found.append(Block(page, line, token.info, token.content, excuse[1] if excuse else None))
+                refused = REFUSED.search(above) is not None
+                found.append(Block(page, line, token.info, token.content, excuse[1] if excuse else None, refused))
             if not token.type.endswith("_close"):
                 above = token.content if token.type == "html_block" else ""
     return found

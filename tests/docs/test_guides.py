@@ -40,6 +40,9 @@ def test_a_quoted_line_that_is_not_printed_is_noticed(lines):
         ("1,024 tokens", "1,025 tokens", ["1,024, now 1,025"]),
         ("agreement 2.0%", "agreement 2.4%", ["2.0, now 2.4"]),
         ("K 64  inf", "K 64  1.0", ["inf, now 1.0"]),
+        ("a KL of 1.4e-05", "a KL of 1.3e-05", []),
+        ("a KL of 9.9e-06", "a KL of 1.0e-05", []),
+        ("a KL of 1.4e-05", "a KL of 1.4e-04", ["1.4e-05, now 1.4e-04"]),
         ("over 1,024 tokens ...", "over 1,024 tokens in 5 rows", []),
     ],
 )
@@ -53,6 +56,28 @@ def test_numbers_are_those_of_today_but_for_rounding_and_time(quoted, now, diffe
 def test_a_command_that_fails_is_noticed(tmp_path):
     with pytest.raises(ValueError, match="exit code 1"):
         guide_outputs.run("true\nfalse\ntrue\n", tmp_path)
+
+
+def test_a_refusal_is_quoted_with_its_exit_code(tmp_path):
+    refusal = "echo refused >&2\nexit 2\n"
+    assert guide_outputs.run(refusal, tmp_path, exit_code=2) == ["refused"]
+    for commands, code in ((refusal, 0), (refusal, 1), ("true\n", 2)):
+        with pytest.raises(ValueError, match="exit code"):
+            guide_outputs.run(commands, tmp_path, exit_code=code)
+
+
+@pytest.mark.full  # starts the server that forks
+def test_programs_of_an_example_are_processes_of_their_own(tmp_path):
+    environment, server = forked.stand_ins(tmp_path)
+    programs = guide_outputs.Programs(tmp_path, environment, [server])
+    code = "import os, sys, torch; print(os.getcwd(), sys.argv[1:]); sys.exit(3)"
+    commands = f"cd /\ntype -P distill\npython -c '{code}' one two\n"
+    assert guide_outputs.run(commands, tmp_path, exit_code=3, programs=programs) == [
+        str(tmp_path / "distill"),
+        "/ ['one', 'two']",
+    ]
+    ended = "python -c 'import time; time.sleep(60)' & sleep 0.5; kill $!; wait $! || echo $?"
+    assert guide_outputs.run(ended, tmp_path, programs=programs) == ["143"]
 
 
 RUN = """\
