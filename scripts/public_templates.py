@@ -25,27 +25,6 @@ FOLDERS = {
     AXOLOTL: "axolotl/utils/chat_templates/templates/",
     LLAMA_CPP: "/vendor/llama.cpp/models/templates/",
 }
-# tokens at which models stop, where a template is not in the table below
-ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|eot|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|return|>",
-    "<|call|>",
-    "<|end|>",
-    "<|user|>",
-    "<|observation|>",
-    "<｜end▁of▁sentence｜>",
-    "<|assistant_end|>",
-    "<｜hy_eos｜>",
-    "[e~[",
-    "</s>",
-    "<|endoftext|>",
-)
 VARIANT = "_training"
 SPECIAL = re.compile(
     r"<\|[\w/▁-]+\|>|<｜[\w▁]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_(?:turn|role|text|utterance)>|</?s>"
@@ -139,11 +118,6 @@ def originals() -> dict[str, str]:
 def stops_of(name: str) -> tuple[str, ...]:
     """Return the stop tokens of a template's model; the first is its tokenizer's end-of-text token."""
     return next(stops for start, stops in STOPS.items() if name.startswith(start))
-
-
-def stops_in(text: str) -> tuple[str, ...]:
-    """Return the tokens that end turns of any model and that a template's text writes."""
-    return tuple(end for end in ENDS if end in text) or ("</s>",)
 
 
 def tokenizer_of(specials: list[str], template: str) -> Any:

@@ -273,7 +273,7 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     reports = [splits.report for splits in parts]
     if not own:
         for report in reports[1:]:
-            report.validation_documents = report.validation_tokens = report.validation_rows = 0
+            report.validation_documents = report.validation_tokens = 0
     mix = epoch_mix([len(splits.train) for splits in parts], [part.share for part in data.parts])
     train = datasets.concatenate_datasets([splits.train for splits in parts])
     held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
@@ -480,7 +480,6 @@ def _pack(
     report.count(*trained, *held_out)
     report.answer_room = new
     report.rows = len(train)
-    report.validation_rows = len(validation)
     return Splits(train, validation, report, None, {})
 
 

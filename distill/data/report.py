@@ -33,7 +33,7 @@ class DataReport(RowCounts):
         longest: Tokens of the longest document in the student's input.
         copies: Number of rows whose text occurs in another row.
         rows: Number of rows that the documents are packed into.
-        validation_documents, validation_tokens, validation_rows: The same for held-out data.
+        validation_documents, validation_tokens: The same for held-out data.
         answer_room: Room in a row for each rollout, tokens; 0 without on-policy data.
         frozen_date: Day that replaces today's date in a chat template, if it writes one.
         from_cache: Whether tokens came from the cache.
@@ -55,7 +55,6 @@ class DataReport(RowCounts):
     rows: int = 0
     validation_documents: int = 0
     validation_tokens: int = 0
-    validation_rows: int = 0
     answer_room: int = 0
     frozen_date: str | None = None
     from_cache: bool = False
