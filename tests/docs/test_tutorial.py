@@ -43,7 +43,9 @@ def reader(tmp_path, monkeypatch):
 
 def words_of(text: str) -> set[str]:
     """Words of an output, however its lines are wrapped, without documents and what models wrote."""
-    written = re.compile(r"^prompt:.*?(?=^held out)|^«.*?(?=^---|^\.\.\.|\Z)|\./\S+|package:\S+", re.DOTALL | re.MULTILINE)
+    written = re.compile(
+        r"^prompt:.*?(?=^held out)|^«.*?(?=^---|^\.\.\.|\Z)|\./\S+|package:\S+", re.DOTALL | re.MULTILINE
+    )
     return set(re.findall(r"[a-z]{2,}", written.sub("", text).lower()))
 
 
