@@ -267,6 +267,7 @@ def test_a_data_set_of_the_hub_is_streamed_shard_by_shard(here, tmp_path, monkey
         (["data.source=synthetic"], "data.streaming: requires text"),
         (["teacher.online_cache=store"], "data.streaming: requires a teacher that computes outputs for rows"),
         (["data.on_policy={turns: all}"], "data.on_policy.turns: all: requires data that are read whole"),
+        (["train.arguments={auto_find_batch_size: true}"], "data.streaming: train.arguments.auto_find_batch_size"),
     ],
 )
 def test_what_needs_all_rows_is_refused_by_one_line(overrides, says):
