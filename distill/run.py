@@ -420,9 +420,7 @@ class Run:
         if figure in known:
             return
         if figure in possible:
-            raise ValueError(
-                f"train.keep_best: {figure}: expected held-out documents of this teacher's route, got none"
-            )
+            raise ValueError(f"train.keep_best: {figure}: expected held-out documents of this route, got none")
         among = ", ".join(name for name in self.recipe.figure_directions if name in known)
         raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
 
