@@ -23,14 +23,16 @@ class DivergenceUnit(NamedTuple):
         name: Name as in "forward {name}" or "{name} to teacher".
         unit: Unit that the metrics are means over, in the singular.
         key: Key of the metric in `metrics.jsonl`, `kl` or `divergence`.
-        at_loss_temperature: Whether training and its evaluations report it at the loss's temperatures, as that of a
-            teacher's K tokens, which are taken at one; else at 1.
     """
 
     name: str = "KL"
     unit: str = "token"
     key: str = "kl"
-    at_loss_temperature: bool = False
+
+    @property
+    def at_loss_temperature(self) -> bool:
+        """Return whether training reports it at the loss's temperatures: over K tokens, which are taken at one."""
+        return self.key == "kl" and self.name != "KL"
 
     @property
     def unit_label(self) -> str:
@@ -61,8 +63,7 @@ def combine_measures(measures: Sequence[DivergenceUnit]) -> DivergenceUnit:
     names = dict.fromkeys(each.name for each in measures)
     units = dict.fromkeys(each.unit for each in measures)
     key = KL.key if all(each.key == KL.key for each in measures) else SPANS.key
-    unit = "place" if len(units) > 1 else "".join(units)
-    return DivergenceUnit(" / ".join(names), unit, key, any(each.at_loss_temperature for each in measures))
+    return DivergenceUnit(" / ".join(names), "place" if len(units) > 1 else "".join(units), key)
 
 
 def cache_measure(manifest: Mapping[str, Any]) -> DivergenceUnit:
@@ -71,8 +72,7 @@ def cache_measure(manifest: Mapping[str, Any]) -> DivergenceUnit:
     k = manifest["k"]
     temperature = float(manifest["temperature"])
     name = {"bucket": f"KL over {k + 1} outcomes", "renormalize": f"KL over {k} tokens", "sampled": "estimated KL"}
-    at = "" if temperature == 1 else f" at T = {temperature:g}"
-    return DivergenceUnit(name[manifest["tail"]] + at, at_loss_temperature=True)
+    return DivergenceUnit(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
 
 
 def metric_text(value: float) -> str:
