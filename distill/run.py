@@ -386,7 +386,7 @@ class Run:
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )
         trainer.remove_callback(transformers.PrinterCallback)
-        self._require_figure(trainer)
+        self._require_figure(trainer, splits)
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
             # The checkpoint has the weights; but where the run was stopped before the untrained student was measured,
@@ -402,15 +402,27 @@ class Run:
         count = plan.steps * plan.accumulation * plan.rows * plan.world
         return stream.rows(count, batch_rows=plan.rows, rank=rank, ranks=plan.world)
 
-    def _require_figure(self, trainer: DistillationTrainer) -> None:
-        """Check that evaluations have the figure of `train.keep_best`; the loss decides which divergence they have."""
+    def _require_figure(self, trainer: DistillationTrainer, splits: Splits) -> None:
+        """Check that evaluations have the figure of `train.keep_best`, by the loss and the held-out rows."""
         figure = self.recipe.train.keep_best
-        known = held_out_figures(trainer.objective.divergence, trainer.objective.routes)
-        known |= {f"{own.name}_{name}" for own in self.recipe.data.validation.sets for name in known}
-        known |= {f"{task.name}_accuracy" for task in self.recipe.eval.tasks}
-        if figure is not None and figure not in known:
-            among = ", ".join(name for name in self.recipe.figure_directions if name in known)
-            raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
+        if figure is None:
+            return
+        objective = trainer.objective
+        possible = {f"{task.name}_accuracy" for task in self.recipe.eval.tasks}
+        known = set(possible)
+        for prefix, rows in splits.held_out.items():
+            every = held_out_figures(objective.divergence, objective.routes)
+            possible |= {prefix + name for name in every}
+            # a route of which no document is held out has no figures
+            found = {number for own in rows["route"] for number in own} if objective.routes else set()
+            routes = [name for number, name in enumerate(objective.routes) if number in found]
+            known |= {prefix + name for name in held_out_figures(objective.divergence, routes)}
+        if figure in known:
+            return
+        if figure in possible:
+            raise ValueError(f"train.keep_best: {figure}: expected held-out documents of this route, got none")
+        among = ", ".join(name for name in self.recipe.figure_directions if name in known)
+        raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
 
     def _try_first_batch(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""

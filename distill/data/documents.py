@@ -74,7 +74,7 @@ def gather_documents(documents: Sequence[TokenisedDocument], names: Mapping[str,
     columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for document in documents:
         for name, values in document.columns().items():
-            columns[name].append(values)
+            columns[name].append(values.reshape(-1))  # spans are four numbers each, as `_write` counts them
     empty = np.zeros(0, dtype=np.int32)
     return Documents(
         {

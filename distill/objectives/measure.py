@@ -30,6 +30,11 @@ class DivergenceUnit(NamedTuple):
     key: str = "kl"
 
     @property
+    def at_loss_temperature(self) -> bool:
+        """Return whether training reports it at the loss's temperatures: over K tokens, which are taken at one."""
+        return self.key == "kl" and self.name != "KL"
+
+    @property
     def unit_label(self) -> str:
         """Return the unit of a metric in nats, with its article."""
         return f"nats {'an' if self.unit[0] in 'aeiou' else 'a'} {self.unit}"

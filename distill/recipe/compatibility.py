@@ -518,6 +518,12 @@ APART: tuple[Apart, ...] = (
         "cpu and parallel.teacher: sharded are two ways of holding the same weights; give one",
     ),
     Apart(
+        "data.streaming",
+        lambda recipe: recipe.data.streaming and bool(recipe.train.arguments.get("auto_find_batch_size")),
+        "train.arguments.auto_find_batch_size would change the number of rows of a micro-batch, by which each process "
+        "reads its rows and a checkpoint has their place; set train.batch_size",
+    ),
+    Apart(
         "teachers",
         lambda recipe: sum(teacher.ema_decay is not None for teacher in recipe.teachers) > 1,
         "there is one student to follow; expected one running average (ema) at most",

@@ -71,7 +71,46 @@ def names_of(source: str) -> TemplateNames:
     # Which columns only the teacher reads has to be known before the rows are read.
     if sum(node.name == ROW for node in tree.find_all(nodes.Name)) > named:
         raise ValueError('expected columns by name, row.NAME or row["NAME"], got row in another use')
+    _refuse_written_responses(tree)
     return TemplateNames(tuple(columns), tuple(name for name in OF_THE_RUN if name in read))
+
+
+def _refuse_written_responses(tree: Any) -> None:
+    """Raise a ValueError where a template writes a response itself, which has fields, and not one of its fields."""
+    from jinja2 import nodes
+
+    def are_rollouts(part: Any) -> bool:
+        if isinstance(part, nodes.Getitem) and isinstance(part.arg, nodes.Slice):
+            return are_rollouts(part.node)
+        if isinstance(part, nodes.Filter) and part.name in ("list", "reverse", "sort", "selectattr", "rejectattr"):
+            return are_rollouts(part.node)
+        return isinstance(part, nodes.Name) and part.name == "rollouts"
+
+    loops = [loop for loop in tree.find_all(nodes.For) if isinstance(loop.target, nodes.Name)]
+    responses = {*OTHERS, *(loop.target.name for loop in loops if are_rollouts(loop.iter))}
+
+    def written(part: Any) -> str | None:
+        """Return the name of the response that is the value of an expression."""
+        if isinstance(part, nodes.Name):
+            return part.name if part.name in responses else None
+        inner: list[Any] = []
+        if isinstance(part, nodes.CondExpr):
+            inner = [part.expr1, part.expr2]
+        elif isinstance(part, nodes.Or):
+            inner = [part.left, part.right]
+        elif isinstance(part, nodes.And):
+            inner = [part.right]  # what is on the left is written where it is false, and then lacks all
+        elif isinstance(part, nodes.Filter) and part.name in ("join", "string", "first", "last", "trim"):
+            inner = [part.node]
+        elif isinstance(part, nodes.Getitem) and are_rollouts(part.node):
+            return "rollouts"
+        return next((name for name in map(written, inner) if name is not None), None)
+
+    for output in tree.find_all(nodes.Output):
+        for part in output.nodes:
+            name = written(part)
+            if name is not None:
+                raise ValueError(f"expected a field of a response, such as {name}.answer, to be written, got {name}")
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:

@@ -262,7 +262,7 @@ class Schedule(Section):
 
     Attributes:
         setting: the scheduled setting: `terms.0.weight` (another index for another term; or its `beta`, `alpha`), or
-            `temperature`.
+            `temperature`; of two temperatures `temperature.teacher` or `temperature.student`.
         steps: optimizer steps of the points, ascending; 0 is the run's first.
         values: values at the points, interpolated linearly; constant before the first point and after the last.
     """
@@ -466,20 +466,27 @@ class Loss(Section):
     @model_validator(mode="after")
     def _schedule_is_of_its_settings(self) -> Self:
         settings = [line.setting for line in self.schedule]
+        pair = self.temperature if isinstance(self.temperature, TemperaturePair) else None
+        temperatures = ["temperature"] if pair is None else [f"temperature.{name}" for name in type(pair).model_fields]
         for number, line in enumerate(self.schedule):
             part, at, name = (*line.setting.split("."), "", "")[:3]
             term = self.terms[int(at)] if part == "terms" and at.isdigit() and int(at) < len(self.terms) else None
             fits = term is not None and name in ("weight", "beta", "alpha") and name in type(term).model_fields
-            if line.setting not in ("temperature", f"terms.{at}.{name}" if fits else ""):
+            if line.setting not in (*temperatures, f"terms.{at}.{name}" if fits else ""):
                 raise ValueError(
-                    f"schedule.{number}.setting: expected temperature, or weight, beta or alpha of a term that has it, "
-                    f"as in terms.0.weight; got {line.setting!r}"
+                    f"schedule.{number}.setting: expected {' or '.join(temperatures)}, or weight, beta or alpha of a "
+                    f"term that has it, as in terms.0.weight; got {line.setting!r}"
                 )
             if settings.count(line.setting) > 1:
                 raise ValueError(f"schedule: expected each setting once, got {line.setting} twice")
-            if term is None and isinstance(self.temperature, TemperaturePair):
-                raise ValueError(f"schedule.{number}.setting: expected one temperature of both models, got two")
-            owner, field = (self, "temperature") if term is None else (term, name)
+            owner: Section = self
+            field = "temperature"
+            if term is not None:
+                owner = term
+                field = name
+            elif pair is not None:
+                owner = pair
+                field = at
             try:
                 for value in line.values:
                     type(owner).model_validate({**owner.model_dump(exclude={"schedule"}), field: value})
@@ -549,8 +556,8 @@ class Loss(Section):
 
     @property
     def schedules_temperature(self) -> bool:
-        """Return whether the temperature changes with the step."""
-        return any(line.setting == "temperature" for line in self.schedule)
+        """Return whether a temperature changes with the step."""
+        return any(line.setting.startswith("temperature") for line in self.schedule)
 
     @property
     def runs_terms(self) -> bool:
@@ -588,6 +595,12 @@ class Loss(Section):
         for line in self.schedule:
             if line.setting == "temperature":
                 more["temperature"] = line.at(step)
+                continue
+            if line.setting.startswith("temperature."):
+                temperatures = more.get("temperature", self.temperatures)
+                assert isinstance(temperatures, TemperaturePair)
+                name = line.setting.removeprefix("temperature.")
+                more["temperature"] = temperatures.model_copy(update={name: line.at(step)})
                 continue
             _, number, name = line.setting.split(".")
             terms[int(number)] = terms[int(number)].model_copy(update={name: line.at(step)})

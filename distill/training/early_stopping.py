@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from distill.core import console
 from distill.core.ranks import is_main_process
+from distill.core.units import plural
 from distill.recipe.held_out_figures import PREFIX
 
 
@@ -50,7 +51,7 @@ class StopWithoutImprovement(TrainerCallback):
         if is_main_process():
             console.print_lines(
                 f"stopped early after step {state.global_step} of {state.max_steps}: held-out {self.figure} was best "
-                f"at step {waited.best_step}, {waited.evaluations} evaluations ago (train.early_stopping)"
+                f"at step {waited.best_step}, {plural(waited.evaluations, 'evaluation')} ago (train.early_stopping)"
             )
 
     def _waited(self, state: TrainerState) -> Waited:

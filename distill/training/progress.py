@@ -232,10 +232,16 @@ def explain_loss(loss: Loss, name: str, measure: DivergenceUnit = KL, trains_rou
         at += f", divergences times {loss.scale:g}"
     terms = " + ".join(f"{term.weight:g} x {term.type}{clip_text(term)}" for term in loss.terms if term.weight > 0)
     at += ", and the losses of the student's routers" if trains_routers else ""
-    what = "the forward KL to the teacher" if name == "kl" else "the mean of the terms' divergences"
+    # a loss without one of them reports the forward KL, a schedule may go from one to the other
+    trained = sorted(kind.removesuffix("_kl") for kind in loss.divergences & {"forward_kl", "reverse_kl"})
+    kinds = " or ".join(trained) or "forward"
+    what = f"the {kinds} KL to the teacher" if name == "kl" else "the mean of the terms' divergences"
+    where = loss.temperature_text if measure.at_loss_temperature else "1"
+    if measure.at_loss_temperature and loss.temperatures.teacher != loss.temperatures.student:
+        where += f", in the tables before and after training at {loss.temperatures.teacher:g} of both"
     return (
         f"loss is what is minimised: {terms}{at}{', by its schedule' if loss.schedule else ''}; "
-        f"{measure.display_name(name)} is {what}, without weights and at temperature 1"
+        f"{measure.display_name(name)} is {what}, without weights and at temperature {where}"
     )
 
 

@@ -16,11 +16,18 @@ IN_A_ROW = 2  # logged entries; the first one is of a single step
 
 
 class Limit(NamedTuple):
-    """Logged figure that is too high from a value on, and what to do about it; `{value}` stands for the figure."""
+    """Logged figure that is too high from a value on, and what to do about it; `{value}` stands for the figure.
+
+    With `is_least` it is too low up to the value.
+    """
 
     figure: str
     value: float
     text: str
+    is_least: bool = False
+
+    def is_reached(self, value: float) -> bool:
+        return value <= self.value if self.is_least else value >= self.value
 
 
 LIMITS = (
@@ -37,6 +44,13 @@ LIMITS = (
         "{value:.0%} of the rollouts are cut off at data.on_policy.max_new_tokens (rollout_truncated): raise it, or "
         "check that the student ends its turns as the chat template does (distill doctor); a base student learns it "
         "from the data's responses first (data.on_policy.fraction: 0)",
+    ),
+    Limit(
+        "rollout_context",
+        0.0,
+        "no response has a teacher.context (rollout_context 0): its template writes what they lack, such as a best one "
+        "where none succeeds, or is longer than teacher.context.room",
+        is_least=True,
     ),
 )
 
@@ -61,7 +75,7 @@ class RolloutMonitor(TrainerCallback):
             count = self._in_a_row.get(limit.figure, 0)
             if count >= IN_A_ROW:  # warned already
                 continue
-            self._in_a_row[limit.figure] = count + 1 if logs[limit.figure] >= limit.value else 0
+            self._in_a_row[limit.figure] = count + 1 if limit.is_reached(logs[limit.figure]) else 0
             if self._in_a_row[limit.figure] == IN_A_ROW:
                 reached.append(limit)
         return reached

@@ -17,6 +17,7 @@ from distill.data import sources
 from distill.data.load import load_data
 from distill.recipe import Data, RecipeError, load, parse
 from distill.run import run
+from distill.teachers.registry import source_of
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
 
@@ -113,6 +114,44 @@ def test_without_shuffling_rows_and_losses_are_those_of_data_that_are_read_whole
     expected, same = losses(by_row, here, "whole")
     assert len(own) == 20 and own == expected
     assert all(torch.equal(weights[name], same[name]) for name in same)
+
+
+CROSS = ["teacher.model=other", "student.vocabulary=cross"]
+CONTEXT = ['teacher.context={template: "In {{ row.prompt }}", syntax: jinja}', "data.max_length=96"]
+ROUTES = [
+    "teacher=null",
+    "teachers=[{model: teacher, route: a}, {model: other, route: b}]",
+    "data.fields={teacher: by}",
+    "student.vocabulary=cross",
+]
+
+
+@pytest.mark.parametrize("teacher", [CROSS, CONTEXT, ROUTES], ids=["cross", "context", "routes"])
+def test_rows_of_other_readings_are_those_of_data_that_are_read_whole(here, tmp_path, teacher):
+    """A teacher's own prompt or tokens, whose spans are four numbers each, come as in data that are read whole."""
+    other = tiny_tokenizer(300)
+    save_tiny(tmp_path / "other", tiny_model(other, seed=3), other)
+    lines = [json.dumps({"prompt": f"Is {n}?", "completion": f"It is {n}.", "by": "ab"[n % 2]}) for n in range(50)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:40]))
+    (tmp_path / "held.jsonl").write_text("\n".join(lines[40:]))
+    settings = [
+        "data.source=rows.jsonl",
+        "data.validation={source: held.jsonl}",
+        "data.shuffle_buffer=0",
+        "data.packing=false",
+        "data.cache=false",
+        *teacher,
+    ]
+
+    def rows_of(streaming):
+        recipe = load("r.yaml", [*settings, f"data.streaming={streaming}"])
+        return source_of(recipe).vocabulary().read(recipe.data, 0)
+
+    whole = sorted((plain(row) for row in rows_of("false").train), key=lambda row: row["row"])
+    rows = rows_of("true").stream.rows(2 * len(whole), batch_rows=1, rank=0, ranks=1)
+    seen = {json.dumps(row, sort_keys=True) for row in taken(rows, range(2 * len(whole)))}
+    rows.close()
+    assert seen == {json.dumps(row, sort_keys=True) for row in whole}
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -267,6 +306,7 @@ def test_a_data_set_of_the_hub_is_streamed_shard_by_shard(here, tmp_path, monkey
         (["data.source=synthetic"], "data.streaming: requires text"),
         (["teacher.online_cache=store"], "data.streaming: requires a teacher that computes outputs for rows"),
         (["data.on_policy={turns: all}"], "data.on_policy.turns: all: requires data that are read whole"),
+        (["train.arguments={auto_find_batch_size: true}"], "data.streaming: train.arguments.auto_find_batch_size"),
     ],
 )
 def test_what_needs_all_rows_is_refused_by_one_line(overrides, says):

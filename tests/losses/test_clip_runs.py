@@ -110,7 +110,7 @@ def test_resume_is_exact_with_caps(subject_of):
         ("loss.temperature=cold", r"loss\.temperature: expected a number, got 'cold'"),
         (
             "loss={temperature: {student: 2}, schedule: [{setting: temperature, steps: [0], values: [1]}]}",
-            r"schedule\.0\.setting: expected one temperature of both models, got two",
+            r"schedule\.0\.setting: expected temperature\.teacher or temperature\.student, or weight",
         ),
     ],
 )

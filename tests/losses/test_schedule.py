@@ -59,6 +59,35 @@ def test_straight_lines_between_points(step, expected):
     assert loss.schedule == [] and second.weight == 0.5
 
 
+TWO_TEMPERATURES = (
+    "loss: {temperature: {teacher: 1.5, student: 1}, terms: [{type: jsd, beta: 0.3}], schedule: ["
+    "{setting: temperature.student, steps: [0, 2], values: [1, 2]}, "
+    "{setting: temperature.teacher, steps: [1, 2], values: [1.5, 0.5]}]}\n"
+)
+
+
+@pytest.mark.parametrize(("step", "teacher", "student"), [(0, 1.5, 1), (1, 1.5, 1.5), (2, 0.5, 2), (9, 0.5, 2)])
+def test_each_of_two_temperatures_has_a_schedule(step, teacher, student):
+    temperatures = parse(BASE + TWO_TEMPERATURES, name="r").loss.at(step).temperatures
+    assert (temperatures.teacher, temperatures.student) == pytest.approx((teacher, student))
+
+
+def test_a_step_has_the_loss_of_its_two_temperatures(workplace):
+    """With the same rows in each step and a learning rate of almost 0, only the temperatures change the loss."""
+    rows = ["data.max_rows=8", "train.steps=3", "train.tokens_per_step=512", "train.batch_size=8"]
+    still = ["train.learning_rate=1e-12", "train.save_every=null", "data.packing=false"]
+    result = run(parse(BASE + TWO_TEMPERATURES, [*rows, *still], name="scheduled"))
+    scheduled = read_metrics(result.folder / "metrics.jsonl")
+    assert [row["temperature.student"] for row in scheduled] == [1, 1.5, 2]
+    assert [row["temperature.teacher"] for row in scheduled] == [1.5, 1.5, 0.5]
+    for row, temperatures in zip(scheduled, ((1.5, 1), (1.5, 1.5), (0.5, 2)), strict=True):
+        fixed = f"loss.temperature={{teacher: {temperatures[0]}, student: {temperatures[1]}}}"
+        name = f"fixed-{row['step']}"
+        overrides = [*rows, *still, "loss.schedule=[]", fixed, "train.steps=1"]
+        (alone,) = read_metrics(run(parse(BASE + TWO_TEMPERATURES, overrides, name=name)).folder / "metrics.jsonl")
+        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
 def test_the_recipe_shows_what_ever_takes_part():
     """A term that begins at 0 counts as taking part: on-policy data refuse its labels, doctor looks at it."""
     recipe = recipe_of()

@@ -214,6 +214,26 @@ def test_a_figure_that_the_loss_does_not_have_is_refused_before_training(workpla
     assert not (workplace / "runs" / "best" / "recipe.yaml").exists()
 
 
+def test_a_route_without_held_out_documents_has_no_best_figure(workplace):
+    """Else the first evaluation would end the run."""
+    rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}.", "by": "ab"[n % 2]} for n in range(20)]
+    (workplace / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (workplace / "held.jsonl").write_text("\n".join(map(json.dumps, rows[1::2])))
+    routed = [
+        PLAIN,
+        "teacher=null",
+        "teachers=[{model: teacher, route: a}, {model: teacher, route: b}]",
+        "data={source: rows.jsonl, max_length: 32, fields: {teacher: by}, chat_template: none}",
+        "data.validation={source: held.jsonl}",
+    ]
+    with pytest.raises(ValueError, match=r"keep_best: kl_a: expected held-out documents of this route"):
+        run(parse(KEPT, [*routed, "train.keep_best=kl_a"], name="best"))
+    assert not (workplace / "runs" / "best" / "recipe.yaml").exists()
+    (workplace / "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 3)))
+    result = run(parse(KEPT, [*routed, "train.keep_best=kl_b"], name="best"))
+    assert result_of(result.folder)["best"]["figure"] == "kl_b"
+
+
 @pytest.mark.full
 def test_a_sharded_student_is_that_of_the_best_checkpoint(workplace):
     from two_ranks import run_as_two

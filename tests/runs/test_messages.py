@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 from distill.cli import run_command
 from distill.doctor.examine import prepare
 from distill.doctor.invariants_rollouts import rollouts_end
-from distill.recipe import load
+from distill.objectives.measure import KL, cache_measure, combine_measures
+from distill.recipe import Loss, load
 from distill.reports import served_file
 from distill.reports.curves import charts_of, same_axes
 from distill.reports.plots import draw_lines, new_figure
-from distill.training.progress import MetricsFile
+from distill.training.progress import MetricsFile, explain_loss
 
 TEXT = "\n".join(f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
 RECIPE = """
@@ -145,6 +146,18 @@ def test_a_loss_that_is_not_the_kl_is_explained_once_under_the_first_line(said):
     )
     assert sum("is what is minimised" in line for line in lines) == 1
     assert "is what is minimised" not in said("run", "r.yaml", "--name", "plain"), "they are the same there"
+
+
+def test_the_explanation_names_the_divergence_and_its_temperature():
+    """The log's `kl` is that of the trained direction; of K tokens it is at the loss's temperatures."""
+    reverse = Loss.model_validate({"temperature": 2, "terms": [{"type": "reverse_kl", "weight": 0.5}]})
+    assert "kl is the reverse KL to the teacher, without weights and at temperature 1" in explain_loss(reverse, "kl")
+    k_tokens = cache_measure({"kind": "top_k", "k": 8, "tail": "bucket", "temperature": 2.0})
+    assert explain_loss(reverse, "kl", k_tokens).endswith("without weights and at temperature 2")
+    pair = Loss.model_validate({"temperature": {"teacher": 1, "student": 1.3}})
+    assert explain_loss(pair, "kl", combine_measures([KL, k_tokens])).endswith(
+        "at temperature 1 (teacher), 1.3 (student), in the tables before and after training at 1 of both"
+    )
 
 
 # ------------------------------------------------------------------ signals

@@ -234,13 +234,14 @@ def test_a_context_that_finds_no_room_is_missing(workplace):
     assert all(len(document.teacher_ids) <= document.prompt_length + 6 + 40 for document in documents_of(batch))
 
 
-def test_a_step_of_nothing_but_missing_contexts_trains_nothing(workplace):
+def test_a_step_of_nothing_but_missing_contexts_trains_nothing(workplace, caplog):
     """Its loss is 0, not NaN, and the run goes on."""
     (workplace / "mine.py").write_text("def right(prompt, answer, row):\n    return 0\n")
     recipe = recipe_of("teacher.context.missing=skip", "train.steps=2", template="{{ best.answer }}")
     folder = run(recipe, name="none", plugin=Path("mine.py")).folder
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "rollout_context" in row]
     assert [row["loss"] for row in rows] == [0.0, 0.0] and all(row["rollout_context"] == 0 for row in rows)
+    assert "step 2: no response has a teacher.context (rollout_context 0)" in caplog.text
 
 
 @pytest.mark.parametrize("more", [[], ["data.on_policy.max_staleness=1"]])
@@ -385,6 +386,33 @@ def test_names_of_a_template():
     found = names_of("{% for one in rollouts %}{{ one.answer }}{% endfor %}{{ row.a }}{{ row['b c'] }}{{ feedback }}")
     assert found == (("a", "b c"), ("rollouts", "feedback"))
     assert render("{% if best %}a{% else %}b{% endif %}", {}) == "b" and render("a {{ best.answer }}", {}) == ""
+
+
+@pytest.mark.parametrize(
+    "template, name",
+    [
+        ("Right: {{ best }}", "best"),
+        ("{{ rollouts[0] if rollouts else '' }}", "rollouts"),
+        ("{{ best or failed }}", "best"),
+        ("{{ rollouts | join(', ') }}", "rollouts"),
+        ("{% for one in rollouts[:2] %}{{ one }}{% endfor %}", "one"),
+    ],
+)
+def test_a_template_writes_fields_of_responses_and_never_a_whole_one(template, name):
+    """Else the teacher would read the Python text of a dict."""
+    with pytest.raises(ValueError, match=rf"expected a field of a response, such as {name}\.answer"):
+        names_of(template)
+
+
+def test_fields_of_responses_are_written_in_any_way():
+    for template in (
+        "{% if best %}{{ best.answer.split('x')[-1] }}{% endif %}{{ best and best.answer }}",
+        "{{ (best or failed).answer }}",
+        "{{ rollouts | map(attribute='answer') | join }}{{ rollouts[0].answer }}{{ rollouts | length }}",
+        "{% for one in rollouts | map(attribute='answer') %}{{ one }}{% endfor %}{{ feedback }} {{ reward }}",
+        "{% for word in rollouts[0].answer.split() %}{{ word }}{% endfor %}",
+    ):
+        assert names_of(template).of_the_run
 
 
 if __name__ == "__main__":  # one of two processes
