@@ -213,6 +213,7 @@ PROGRESS = (
 )
 
 
+@pytest.mark.full
 def test_bars_and_colours_are_for_terminals_only(capsys):
     drawn = in_terminal(PROGRESS)
     assert ESCAPE in drawn and "comparing" in drawn and "4 of 4" in drawn and "answering" in drawn and "1 of 7" in drawn

@@ -66,6 +66,7 @@ def finished(tmp_path_factory):
     return folder, printed.getvalue()
 
 
+@pytest.mark.full
 def test_a_runs_lines_fit(finished):
     printed = finished[1]
     assert "few data" in printed and "workspace" in printed and "held out" in printed

@@ -290,6 +290,7 @@ def test_check_reports_the_vocabularies_of_two_tokenizers(folders, random):
     assert "one token of each" in report.data
 
 
+@pytest.mark.full
 def test_a_dry_run_keeps_the_students_tokenizer_and_every_id_needs_a_row(folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})

@@ -222,7 +222,7 @@ def hold_resumed(seen, name):
         hold_steps(one["steps"], other["steps"], left)
 
 
-@pytest.mark.plain("copies", "shards, accumulated")
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
     hold_case(two_processes, name, tmp_path, "cpu")

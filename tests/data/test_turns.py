@@ -224,6 +224,7 @@ def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, mo
     assert all(2 * computed < given for given, computed in calls), calls
 
 
+@pytest.mark.full
 def test_a_rollout_ends_at_its_tool_call(tmp_path):
     """The token that closes a turn with calls ends it, where that is another one than closes words."""
     closes = "{% if message.tool_calls %}<|pad|>{% else %}<|end|>{% endif %}"

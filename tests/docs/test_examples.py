@@ -41,6 +41,7 @@ def test_own_loop_learns():
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+@pytest.mark.full
 def test_graphed_loop_learns():
     losses, replays = load("graphed_loop").main()
     assert losses[-1] < 0.9 * losses[0] and replays == 0, losses

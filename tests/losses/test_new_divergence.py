@@ -107,6 +107,7 @@ def printed(call):
     return call("-c", KERNELS + RUN, TRITON_INTERPRET="1")
 
 
+@pytest.mark.full
 def test_references_and_kernels_compute_it(printed):
     assert printed.startswith("equal\n")
 

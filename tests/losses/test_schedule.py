@@ -128,6 +128,7 @@ def test_schedule_is_logged_and_resumes_bit_identically(workplace):
         run(load("r.yaml", changed), name="half", resume=True)
 
 
+@pytest.mark.full
 def test_figures_do_not_follow_the_weight(workplace):
     """A divergence in the log is its mean, whatever its weight is then; and only over steps that had one."""
     text = BASE.replace("learning_rate: 1e-2", "learning_rate: 1e-12").replace("log_every: 1", "log_every: 4")

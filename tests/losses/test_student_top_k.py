@@ -146,6 +146,7 @@ def test_rows_of_scale_0_are_left(kernel_device):
     assert (out.ids[1] == -7).all() and (out.ids[[0, 2]] >= 0).all()
 
 
+@pytest.mark.plain("kernel-bucket", "specification-renormalize")
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_all_columns_are_the_full_divergence(where, tail):
     student, teacher, labels = draw(where, torch.float32)
@@ -168,6 +169,7 @@ def test_one_pass_of_each_projection(kernel_device):
     assert launched.count("_project_kernel") == 2
 
 
+@pytest.mark.plain("specification")
 def test_chunks_named_rows_padding_bias_lora_and_items(where, limit):
     limit.setattr(planning, "ROW_MULTIPLE", 16)
     (x, w), (x_t, w_t), labels = draw(where, torch.float32, rows=90)

@@ -29,7 +29,7 @@ def test_a_cache_of_k_tokens_is_refused(subject_of):
         subject.objective()
 
 
-@pytest.mark.plain("bucket-routed_answering")
+@pytest.mark.full
 @pytest.mark.parametrize("make", [routed_answering, answering, informed_answering])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_every_invariant_holds_of_it_on_the_students_answers(make, tail):

@@ -129,10 +129,7 @@ def our_loss(subject, form, **more):
     return output, gradients_of(subject.student)
 
 
-@pytest.mark.plain(
-    *[f"gamma-{name}" for name in ("one", "several", "across", "informed", "routed across", "routed top k", "hidden")],
-    *[f"window-{name}" for name in ("drawing", "student top k", "routed", "several informed", "bucket", "served")],
-)
+@pytest.mark.plain("gamma-one", "window-routed", "window-served", "gamma-hidden", "window-bucket", "gamma-informed")
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     "form",
@@ -256,6 +253,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(form, subject_of):
     assert finding.passed, finding
 
 
+@pytest.mark.full
 def test_two_processes_make_the_step_of_one(subject_of):
     finding = ranks_change_nothing(weighted(subject_of("one")))
     assert finding.passed, finding

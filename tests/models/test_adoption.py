@@ -286,6 +286,7 @@ def test_loading_info_is_returned_with_the_model(tmp_path):
     assert not info["missing_keys"] and model.get_output_embeddings() is not None
 
 
+@pytest.mark.plain("1")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_trainer_learns_and_evaluates_the_same(tmp_path, accumulate, head_outputs):
     rows = [

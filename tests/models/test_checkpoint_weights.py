@@ -157,6 +157,7 @@ generate: {prompts: []}
 """
 
 
+@pytest.mark.full
 def test_a_run_of_a_mixture_of_experts_from_start_to_export(tmp_path, monkeypatch, capsys):
     """Stopped half way, resumed, verified and exported: the weights of a run that went through."""
     monkeypatch.chdir(tmp_path)

@@ -203,6 +203,7 @@ def test_other_families_run_as_they_are(kernel_device, kind):
     assert step_of(tiny_model(kind=kind, **more.get(kind, {}))) is None
 
 
+@pytest.mark.full
 def test_fused_decoding_is_used_on_measured_families(kernel_device, hardware, limit):
     """One line of a table turns them on; more rows than kernels take, and `fused=False`, leave them out."""
     if kernel_device.type == "cuda":

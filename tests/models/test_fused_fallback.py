@@ -42,6 +42,7 @@ def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, f
     assert len(warnings()) == 1
 
 
+@pytest.mark.full
 def test_failures_after_the_layers_are_handled(kernel_device, fault, warnings):
     """The head's kernel, which fails at the first step: slots are as they were, and no other slots try it."""
     loop = loop_of(model_on(kernel_device))

@@ -48,7 +48,7 @@ def read_apart(path):
     return json.loads(done.stdout)
 
 
-@pytest.mark.plain("line")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, before, unit, after, rows, told",
     [

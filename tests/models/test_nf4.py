@@ -156,6 +156,7 @@ def test_a_run_trains_saves_and_resumes_to_the_bit(workplace, capsys):
     assert adapter.keys() == again.keys() and all(torch.equal(adapter[name], again[name]) for name in adapter)
 
 
+@pytest.mark.full
 def test_the_merged_student_is_what_was_trained(workplace, tmp_path):
     """From the run, from its checkpoint, and from an adapter that was saved alone."""
     folder = trained("both", "train.save_every=6").folder
@@ -195,7 +196,7 @@ RUNS = {
 }
 
 
-@pytest.mark.plain("teacher too", "cut from a teacher")
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS.keys())
 def test_other_runs_learn(workplace, overrides):
     result = trained("tiny", *overrides)
@@ -229,7 +230,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.plain("pissa", "dora over nf4")
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "more"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_of_adapters_are_resumed_and_merged(workplace, dtype, more):
     """Held against PEFT, which loads the adapter over the base that it was trained on."""

@@ -216,6 +216,7 @@ def weights(name):
     return AutoModelForCausalLM.from_pretrained(Path("runs", name, "student")).state_dict()
 
 
+@pytest.mark.full
 def test_a_mixture_is_pruned_and_trained_and_resumed_to_the_bit(place, capsys):
     whole = run(parse(RECIPE, [], name="tiny"), name="whole")
     assert "experts 3" in capsys.readouterr().out

@@ -275,6 +275,7 @@ def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):
     assert report.memory.parts["teacher"] == 2 * shape.parameters - saved_bytes
 
 
+@pytest.mark.full
 def test_check_reports_quantised_models_that_cannot_be_used(workplace):
     saved(workplace / "few", GPTQ)
     for overrides, message in (

@@ -292,6 +292,7 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert "exists and is not an empty folder" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("methods", [[None], pytest.param(["importance", "nearest"], marks=pytest.mark.full)])
 def test_every_format_is_rounded_by_every_method_that_it_has(tmp_path, monkeypatch, methods, capsys):
     """And packed where there is a file of it; what cannot be is refused in the test above."""

@@ -36,6 +36,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_run_writes_its_file_and_names_the_command_where_llama_cpp_is_missing(place, monkeypatch, capsys):
     monkeypatch.setenv("DISTILL_ENGINES", str(place / "none"))
     monkeypatch.setenv("COLUMNS", "400")

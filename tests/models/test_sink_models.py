@@ -122,7 +122,7 @@ def test_the_loss_of_a_patched_model():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.plain("gpt_oss-False")
+@pytest.mark.full
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(kind, patched, kernel_device):

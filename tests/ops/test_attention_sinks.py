@@ -181,6 +181,7 @@ def test_the_references_gradient_is_the_definitions(name):
     assert max(relative_error(a, b) for a, b in zip(given, exact, strict=True)) < 1e-12
 
 
+@pytest.mark.full
 def test_gradients_repeat_to_the_bit(kernel_device):
     q, k, v, dout = draw((1, 4, 2, 70, 70, 16), torch.bfloat16, kernel_device)
     sinks = sinks_of(4, torch.bfloat16, kernel_device)
@@ -195,7 +196,7 @@ def test_gradient_of_sinks_alone(kernel_device):
     assert torch.equal(alone, gradients(ours(masking), q, k, v, sinks, dout)[-1])
 
 
-@pytest.mark.plain("False")
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True])
 def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)

@@ -146,6 +146,7 @@ def test_chunks_fill_the_machine_and_hold_a_tile():
     assert chunk_count(1 << 20, 1, 132) == 128
 
 
+@pytest.mark.full
 def test_op_passes_opcheck_and_compiles(kernel_device):
     q, k, v = draw((2, 4, 2, 1, 40, 16), torch.float32, kernel_device)
     lengths = torch.tensor([40, 13], device=kernel_device)

@@ -204,7 +204,7 @@ def figures(place):
         return figures_of(Golden(BASE), None)
 
 
-@pytest.mark.plain(", max_staleness: 1")
+@pytest.mark.full
 @pytest.mark.parametrize("more", [", max_staleness: 1", ", samples: 2"])
 def test_a_served_teacher_changes_no_bit(more, place, addressed):
     def recipe(teacher):
@@ -220,6 +220,7 @@ def test_the_student_learns_from_its_own_answers(figures):
     assert figures["after"]["forward_kl"] < figures["before"]["forward_kl"]
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bit_identical(place, figures):
     with alone(place) as folder:
         recipe = parse(BASE, ["train.save_every=2"], name="golden")
@@ -231,6 +232,7 @@ def test_a_resumed_run_is_bit_identical(place, figures):
         assert hash_of(run(recipe, name="golden", resume=True).folder / "student") == figures["weights"]
 
 
+@pytest.mark.full
 def test_accumulation_changes_nothing_but_rounding(place):
     """The answers of a step do not depend on its micro-batches, and the mean is over all its spans."""
     found = []

@@ -161,6 +161,7 @@ def test_another_sampling_is_another_run(tmp_path, monkeypatch):
         assert (now != before) == (change != "samples=1"), change
 
 
+@pytest.mark.full
 def test_the_command_draws_by_them(tmp_path, monkeypatch):
     """Keeping one token is greedy at any temperature, and files record the sampling settings."""
     import json

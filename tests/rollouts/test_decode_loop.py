@@ -137,7 +137,7 @@ def test_patched_models_and_training_hooks_play_no_part():
     assert ours(model, PROMPTS, 12).tokens == expected
 
 
-@pytest.mark.plain("llama")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_kernels_give_the_same_tokens(kernel_device, kind):
     model = tiny_model(**KINDS[kind])

@@ -89,6 +89,7 @@ def test_replies_belong_to_their_calls_also_after_a_fork(tmp_path):
         assert function(inputs) == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.full
 def test_a_large_request_to_a_process_that_reads_nothing_has_the_same_time_limit(tmp_path):
     """The pipe holds 64 KiB: writing more waits for a reader."""
     body = "import time\ntime.sleep(0.5)\ndef mine(p, a, r):\n    time.sleep(60)\n"

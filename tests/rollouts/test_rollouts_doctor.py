@@ -143,6 +143,7 @@ def rewarded(make):
     return subject
 
 
+@pytest.mark.plain("answering")
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_a_reward_is_held_to_its_definition(make, monkeypatch):
     """A reward that is dropped, of the wrong sign, or of the token before, shows in the fused loss."""
@@ -165,6 +166,7 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
             assert fused_equals_reference(subject).passed is False
 
 
+@pytest.mark.full
 def test_training_runs_of_a_rewarded_loss_resume_and_are_shared(forked_ranks):
     """They need rewards of their own: the recipe's function is code."""
     subject = rewarded(answering)

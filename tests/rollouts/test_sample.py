@@ -209,6 +209,7 @@ def test_sample_writes_responses_and_reports_them(workplace, capsys):
     assert "none.txt" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_help_loads_nothing_heavy():
     code = (
         "import sys; from distill.cli import run_command; run_command(['sample', '--help']); "

@@ -130,6 +130,7 @@ def test_evaluation_by_a_sharded_teacher_equals_that_by_a_whole_one(request, pla
     assert one["figures"]["forward_kl"]["value"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, expected",
     [

@@ -137,6 +137,7 @@ def test_run_killed_twenty_times_ends_undisturbed(workplace):
         (workplace / "recipe.yaml").write_text(RECIPE)
 
 
+@pytest.mark.full
 @FORKED
 def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed, forked):
     name = f"stopped-{forked}"

@@ -167,6 +167,7 @@ def test_processes_hear_each_signal_once_and_end_as_one_would(tmp_path, signals,
     assert started.returncode == code and "death signal" not in said
 
 
+@pytest.mark.full
 def test_a_third_ctrl_c_ends_processes_that_hear_nothing(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     with launcher(tmp_path, "9") as started:
@@ -219,6 +220,7 @@ exit_process(0)
     assert done.returncode == 0 and "done late" in done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_the_recipe_decides_over_accelerates_configuration(workplace, monkeypatch, caplog):
     """`accelerate launch` hands its own precision over, and a Trainer without one would take it."""
     monkeypatch.chdir(workplace)

@@ -175,6 +175,7 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     assert made[0]["chat_template"] == tiny_tokenizer().chat_template and made[2]["chat_template"] is None
 
 
+@pytest.mark.full
 def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, hardware):
     from distill import run as run_module
 

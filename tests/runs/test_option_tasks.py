@@ -88,6 +88,7 @@ def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
     return chosen
 
 
+@pytest.mark.plain("False-gemma2", "True-llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_options_are_chosen_as_by_a_plain_loop(tokenizer, kind, chat):
@@ -191,12 +192,14 @@ def test_a_run_measures_them_with_its_teacher_and_eval_measures_the_same(here, c
     assert score["of"]["student"]["value"] == score["of"]["teacher"]["value"] == accuracy["after"].value
 
 
+@pytest.mark.full
 def test_a_teacher_that_answers_nothing_is_named(here, caplog):
     result = run(parse(RECIPE, ["teacher.context={template: Be brief.}"], name="brief"))
     assert result.tasks["facts"].keys() == {"before", "after"}
     assert "eval.tasks: no accuracy of the teacher (" in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_choose_as_one_does(here, strategy):
     more = [f"parallel.strategy={strategy}", "train.batch_size=1"]

@@ -170,6 +170,7 @@ def random_teacher(folder, kind):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_weights_are_initialised_in_shards(two_processes, kind):
     from tiny import tiny_model

@@ -78,6 +78,7 @@ def choices(watch):
     return calls
 
 
+@pytest.mark.full
 def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
     one = run(recipe("data.cache=true"), name="one")
     out = capsys.readouterr().out
@@ -139,7 +140,7 @@ def test_adapters_and_random_teachers_train(place):
     assert student("drawn").config.intermediate_size == 40
 
 
-@pytest.mark.plain("{from_teacher: {layers: 2}, lora: {r: 2}}")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "student",
     [

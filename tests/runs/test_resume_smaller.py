@@ -197,6 +197,7 @@ def losses(folder):
     return [row["loss"] for row in read_metrics(folder / "runs/whole/metrics.jsonl")]
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_smaller_micro_batches(stopped, finished, capsys):
     told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.offload=cpu"]
     assert resume(*told, "train.save_every=2", "data.workers=1") == 0

@@ -201,6 +201,7 @@ def test_the_teacher_is_asked_the_same_and_answers_as_a_student_of_its_weights_d
     assert result.tasks["sums"]["teacher"] == result.tasks["sums"]["before"]
 
 
+@pytest.mark.full
 def test_training_is_the_same_with_and_without_tasks(here):
     ours = run_with(here, name="with")
     alone = run(parse(RECIPE, ["eval.tasks=[]"]), name="without")
@@ -210,6 +211,7 @@ def test_training_is_the_same_with_and_without_tasks(here):
     ).read_bytes()
 
 
+@pytest.mark.full
 def test_a_resumed_run_answers_as_an_uninterrupted_one(here, interrupted):
     more = ("train.save_every=1", "train.keep_best=sums_accuracy", "eval.tasks.0.limit=7")
     whole = run_with(here, *more, name="whole")
@@ -256,7 +258,7 @@ def test_a_function_is_run_only_where_the_plugin_allows_it_and_must_return_1_or_
         run_with(here)
 
 
-@pytest.mark.plain("fsdp")
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_answer_as_one_does(here, strategy):
     from two_ranks import run_as_two

@@ -186,7 +186,7 @@ def apply_cure(line):
         Path("kept", MANIFEST).unlink(missing_ok=True)
 
 
-@pytest.mark.plain("plan.json-60-complete", "head.safetensors-0.5-filling")
+@pytest.mark.full
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "filling"])
 @pytest.mark.parametrize(
     ("name", "at"),

@@ -226,6 +226,7 @@ def assert_same(one, other):
 OTHERS = [case for case in CASES if case not in ("plain", "itself", "prompts")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)])
 def test_it_is_the_same_to_the_bit(alone, capsys, case):
     expected = alone(case)
@@ -238,7 +239,7 @@ def test_it_is_the_same_to_the_bit(alone, capsys, case):
     assert LaunchedServers.current is None and not servers()
 
 
-@pytest.mark.plain("itself")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["itself", "prompts"])
 def test_servers_leave_the_rest_of_the_recipe_to_the_run(alone, case):
     """The student's own outputs after another prompt, of which K tokens are trained on; prompts without answers."""
@@ -287,6 +288,7 @@ def test_an_evaluation_that_a_dying_server_ended_is_made_on_resume(place, alone)
     assert_same(run_here("dies-evaluating", *CASES["plain"], *served(), resume=True), alone("plain"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "what, how",
     [

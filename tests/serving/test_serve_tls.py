@@ -117,6 +117,7 @@ def test_a_client_verifies_the_certificate(engine, certificate, monkeypatch):
             servers.close()
 
 
+@pytest.mark.full
 def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, limit):
     limit.setattr(connections, "MOST_OPEN", 128)
     tls = require_certificate(certificate / "one.pem", certificate / "one.key")

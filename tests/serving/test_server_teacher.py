@@ -90,6 +90,7 @@ def test_fp8_on_the_wire_costs_little(place, url, in_process):
     assert all(one == pytest.approx(other, rel=0.02) for one, other in losses) and losses[0][0] != losses[0][1]
 
 
+@pytest.mark.plain("2")
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_rollouts_are_submitted_to_the_teacher_as_soon_as_they_exist(place, url, ahead):
     chats = [
@@ -174,6 +175,7 @@ class Counted:
         return self.answer(jobs)
 
 
+@pytest.mark.full
 def test_of_two_servers_one_dies(place, in_process, monkeypatch):
     one, other = engine_in(place), engine_in(place)
     counted = Counted(one, monkeypatch)

@@ -183,7 +183,7 @@ def hold_same_errors(one, two, device):
         assert {name: row[name] for name in figures} == pytest.approx(figures, rel=0.05, abs=1e-3)
 
 
-@pytest.mark.plain("drawn-made", "hidden-made")
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):

@@ -101,6 +101,7 @@ def test_every_check_holds(kind, check):
     assert str(finding).startswith("pass  ")
 
 
+@pytest.mark.full
 def test_a_check_leaves_the_models_as_they_were():
     made = SUBJECTS["lora on the head"]()
     made.student.train()

@@ -68,7 +68,7 @@ def hold_same(a, b):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.plain("hidden states")
+@pytest.mark.full
 @pytest.mark.parametrize("sent", SENT)
 def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, sent):
     """Over two epochs, to the bit; then a run from the full folder asks nothing at all."""

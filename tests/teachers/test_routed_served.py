@@ -136,6 +136,7 @@ def test_documents_that_a_cached_route_lacks_are_named(place, cache):
         )
 
 
+@pytest.mark.full
 def test_rollouts_are_scored_by_the_teacher_of_their_route(place, urls):
     own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]
     one, other = (

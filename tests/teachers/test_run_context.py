@@ -243,6 +243,7 @@ def test_a_step_of_nothing_but_missing_contexts_trains_nothing(workplace):
     assert [row["loss"] for row in rows] == [0.0, 0.0] and all(row["rollout_context"] == 0 for row in rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [[], ["data.on_policy.max_staleness=1"]])
 def test_a_resumed_run_is_the_same_to_the_bit(workplace, more):
     whole = run(recipe_of(*more), name="whole", plugin=Path("mine.py")).folder
@@ -272,6 +273,7 @@ def two_steps(name, *overrides):
     return [[row[key] for key in keys] for row in rows]
 
 
+@pytest.mark.full
 def test_results_do_not_depend_on_the_number_of_processes(workplace):
     expected = two_steps("one")
     assert len(expected) == 2 and any(row[2] > 0 for row in expected)

@@ -137,7 +137,7 @@ def hold_against_one(name, case, device, exact):
         assert Path(f"runs/{name}/adapter/adapter_model.safetensors").exists()
 
 
-@pytest.mark.plain("tied", "bf16")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_shards_end_as_one_process_does(workplace, monkeypatch, case):
     monkeypatch.chdir(workplace)

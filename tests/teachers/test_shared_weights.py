@@ -102,7 +102,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.plain("bfloat16", "nf4")
+@pytest.mark.plain("bfloat16")
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS.keys())
 def test_half_the_weights_and_the_same_run(workplace, settings):
     """Held against a run whose teacher is read from a copy of the files."""
@@ -270,7 +270,7 @@ def test_an_average_of_adapters_is_that_of_its_definition(workplace):
     assert load_file(workplace / FILE).keys() == own.keys(), "a checkpoint holds the averaged adapters alone"
 
 
-@pytest.mark.plain("bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, precision):
     given = recipe(f"train.precision={precision}", AVERAGED)
@@ -341,7 +341,7 @@ def routes(math="base", code="base", **more):
     return ["teacher=", f"teachers={json.dumps(each)}", "data.fields={teacher: domain}"]
 
 
-@pytest.mark.plain("bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_adapters_of_one_base_hold_it_once(adapters, precision):
     """Held against teachers of three copies of the base: the same outputs, the same run."""
