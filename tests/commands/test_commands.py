@@ -180,6 +180,7 @@ def in_terminal(code: str) -> str:
     return written.decode()
 
 
+@pytest.mark.full
 def test_letters_that_the_output_has_not_end_no_command():
     asked = ("validate", "quickstart", "generate.prompts=[caf\u00e9]")
     told = distill(*asked, PYTHONIOENCODING="ascii")

@@ -123,6 +123,7 @@ def test_a_run_on_turns_of_their_own_resumes_to_the_same_losses(own_folder, over
     assert len(whole) >= 4 and losses(folder) == whole
 
 
+@pytest.mark.full
 def test_a_student_stops_where_its_turns_end(own_folder, tmp_path, capsys):
     own_folder.eos_token = "<|pad|>"
     own_folder.save_pretrained(tmp_path / "teacher")

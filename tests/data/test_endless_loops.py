@@ -82,6 +82,7 @@ class Stored:
         self.missing = [b""] * next(self.counts, len(self.missing))
 
 
+@pytest.mark.full
 def test_processes_that_store_nothing_are_waited_for_for_so_long(limit):
     limit.setattr(epoch, "LOOK_S", 0.02)
     limit.setattr(epoch, "STALLED_S", 0.3)

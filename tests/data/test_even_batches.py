@@ -313,6 +313,7 @@ def none_left(subject):
         assert parameter.grad is not None and (parameter.grad == 0).all(), name  # DDP waits for every one
 
 
+@pytest.mark.plain("several", "answering", "sampled")
 @pytest.mark.parametrize("kind", ["several", "across", "answering", "bucket", "sampled", "hidden"])
 def test_no_rows_give_a_loss_and_gradients_of_0(kind, tmp_path):
     from subjects import SUBJECTS, Caches

@@ -107,6 +107,17 @@ def relative(z, temperature):
     return ChunkLogits(z.view(n, -1)[:, :vocab].contiguous(), shift, total, total)
 
 
+@pytest.mark.plain(
+    "300-1-False",
+    "300-8-False",
+    "300-300-False",
+    "3000-1-False",
+    "3000-11-False",
+    "3000-12-False",
+    "3000-511-False",
+    "40000-64-False",
+    "40000-100-False",
+)
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(
     "vocab, k",
@@ -206,6 +217,7 @@ def test_chunks_named_rows_padding_bias_lora_and_items(where, limit):
         assert relative_error(one.grad, other.grad) < 2e-5
 
 
+@pytest.mark.plain("kernel-none")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_token_impossible_under_the_teacher(where, reduction):
     """The reverse KL is inf at the rows whose K hold it, and every gradient is finite; the forward KL is finite."""
@@ -223,6 +235,7 @@ def test_a_token_impossible_under_the_teacher(where, reduction):
         assert torch.equal(infinite, expected & (direction == "reverse"))
 
 
+@pytest.mark.plain("specification-True")
 @pytest.mark.parametrize("grad", [True, False])
 def test_statistics_equal_their_definitions(where, grad):
     (x, w), teacher, labels = draw(where, torch.float32)

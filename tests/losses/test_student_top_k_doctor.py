@@ -14,6 +14,7 @@ from distill.recipe.loss import Loss
 ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
 
 
+@pytest.mark.plain("served", "informed", "launched")
 @pytest.mark.parametrize("name", ["served", "hidden", "informed", "kept", "launched"])
 def test_every_hidden_state_teacher_supports_it(name, subject_of):
     subject = replace(subject_of(name), loss=Loss.model_validate(STUDENT_TOP_K))

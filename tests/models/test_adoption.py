@@ -64,6 +64,7 @@ def head_outputs():
     return of
 
 
+@pytest.mark.plain("llama", "granite", "gpt2")
 @pytest.mark.parametrize("kind", TWISTS)
 def test_the_loss_is_the_models_own_and_no_logits_are_made(kind, head_outputs):
     model = tiny_model(kind=kind, **TWISTS[kind])

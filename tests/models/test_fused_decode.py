@@ -169,6 +169,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.plain("hook", "forward", "dtypes", "activation", "scale")
 @pytest.mark.parametrize("how", SPOILED)
 def test_unsupported_models_run_unfused_with_the_reason_logged(kernel_device, how, caplog):
     if kernel_device.type == "cuda":

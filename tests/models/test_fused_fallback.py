@@ -33,6 +33,7 @@ def warnings(caplog):
     return lambda: [record.message for record in caplog.records if WORDS in record.message]
 
 
+@pytest.mark.full
 def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, fault, warnings):
     fault.setattr(fused_step, "fused_support", fail)
     model = model_on(kernel_device)

@@ -137,6 +137,7 @@ def test_batches_are_bounded_by_all_their_rows_hold():
     assert [len(batch) for batch in row_batches(enumerate([chat] * 10))] == [4, 4, 2]
 
 
+@pytest.mark.full
 def test_a_line_that_is_too_long_is_counted_and_the_rest_is_learned(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
     packed(tmp_path / "a.jsonl.gz", [*LINES, b'{"text": "', *[b"x" * MIB] * 65, b'"}\n', *LINES])

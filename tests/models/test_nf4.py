@@ -107,6 +107,7 @@ def test_outputs_are_those_of_the_dequantised_weights(base):
     assert (logits(dense) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
 
 
+@pytest.mark.plain("{}", "{'rslora': True}")
 @pytest.mark.parametrize("more", [{}, {"dora": True}, {"rslora": True}, {"head": True}], ids=str)
 def test_gradients_of_adapters_are_those_over_the_dequantised_weights(base, more):
     student, dense = student_of(base, **more)
@@ -254,6 +255,7 @@ def test_variants_of_adapters_are_resumed_and_merged(workplace, dtype, more):
 # ---------------------------------------------------------------- plans
 
 
+@pytest.mark.full
 def test_an_8b_student_in_4_bits_fits_24_gb():
     """By arithmetic: 6.98 G linear weights of 4.127 bits, and 1.05 G of 16 bits."""
     card = find_device("24GB")

@@ -188,6 +188,7 @@ class Runtime:
         del self.pinned[pointer]
 
 
+@pytest.mark.plain("2")
 @pytest.mark.parametrize("most", [5, 2])
 def test_host_memory_is_pinned_where_it_lies_and_given_back(most, monkeypatch, caplog):
     runtime, waited = Runtime(most), []

@@ -81,7 +81,7 @@ def test_no_teacher_is_needed_where_no_tokens_are_written(setting):
     parse(RECIPE, [setting, "student={model: x}", "stages=[]", "export.tokens=0"])
 
 
-@pytest.mark.plain("teacher.model=unnamed-has no name in the format")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "setting, message",
     [

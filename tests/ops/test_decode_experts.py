@@ -49,9 +49,7 @@ def both(index, tensors, settings):
     return found
 
 
-@pytest.mark.plain(
-    "odd sizes-biases-torch.float32", "odd sizes-gpt-oss-torch.bfloat16", "one token-concatenated-torch.bfloat16"
-)
+@pytest.mark.plain("one token-concatenated-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "case, form",

@@ -93,14 +93,7 @@ def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 2, 1, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
 
-@pytest.mark.plain(
-    "(1, 1, 1, 2, 2, 32)",
-    "(1, 2, 2, 33, 33, 16)",
-    "(2, 6, 2, 50, 50, 32)",
-    "(1, 2, 1, 75, 20, 32)",
-    "(1, 2, 2, 45, 45, 33)",
-    "(1, 1, 1, 36, 36, 256)",
-)
+@pytest.mark.plain("(1, 1, 1, 2, 2, 32)", "(2, 6, 2, 50, 50, 32)", "(1, 2, 2, 45, 45, 33)")
 @pytest.mark.parametrize(
     "shape",
     [
@@ -122,12 +115,7 @@ def test_any_shape_gives_the_reference(kernel_device, shape):
     check(shape, torch.float32, kernel_device)
 
 
-@pytest.mark.plain(
-    "0 settings-[0, 70]",
-    "0 settings-[0, 20, 50]",
-    "causal-[0, 1, 2, 35, 36, 70]",
-    "window softcap-[0, 33, 33, 70, 70, 70]",
-)
+@pytest.mark.plain("0 settings-[0, 70]", "causal-[0, 1, 2, 35, 36, 70]")
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -165,6 +153,7 @@ def test_different_lengths_of_queries_and_keys(kernel_device):
         assert relative_error(mine, right) < 2e-6
 
 
+@pytest.mark.plain("heads first", "odd stride", "expanded")
 @pytest.mark.parametrize("layout", ["heads first", "fused projection", "odd stride", "columns apart", "expanded"])
 def test_any_layout_gives_the_same(kernel_device, layout):
     batch, heads, positions, size = 2, 2, 40, 16

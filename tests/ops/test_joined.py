@@ -136,7 +136,7 @@ def assert_same(got, right, tolerance):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.plain("False-False")
+@pytest.mark.full
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):

@@ -43,6 +43,7 @@ def test_rope_equals_its_reference(kernel_device, shape, shared, dtype):
     check_layer(rope, reference_rope, inputs, dtype, differentiate=GRADIENTS)
 
 
+@pytest.mark.plain("2-True", "16-True", "20-True")
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("rotary", [2, 16, 20])
 def test_partial_rotary_equals_its_reference(kernel_device, rotary, projected):

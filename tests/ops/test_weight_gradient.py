@@ -25,6 +25,7 @@ def summed(groups, rows, weight, vocab, *, fp32=False):
     return total.total, exact
 
 
+@pytest.mark.plain("300-64-torch.float16", "257-136-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab, hidden", [(300, 64), (128, 256), (257, 136)])
 def test_many_groups_round_as_one(kernel_device, dtype, vocab, hidden):

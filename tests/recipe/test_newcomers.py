@@ -219,6 +219,9 @@ def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):
     assert "verdict" in printed and "top-k" in printed
 
 
+@pytest.mark.plain(
+    "def mine(s, t, labels):\\n    return s.sum()-expected a loss a row, a tensor of \\\\[\\\\d+\\\\], got \\\\[\\\\]"
+)
 @pytest.mark.parametrize(
     "code, told",
     [
@@ -280,6 +283,7 @@ def test_validate_refuses_lora_targets_that_match_nothing_where_the_architecture
     assert run_command(["validate", "my.yaml", "student.model=org/unknown", "student.lora={targets: [qproj]}"]) == 0
 
 
+@pytest.mark.full
 def test_inspect_shows_what_check_shows_of_the_data_and_equal_rows_are_counted(folder, capsys):
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()][:20]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows[:5], {"messages": []}]))

@@ -87,6 +87,7 @@ def test_the_answer_of_a_chat_is_read_as_in_the_data(student, teacher):
     assert (again.ids[-1], again.teacher_ids[-1]) == (sides[0].closing(), sides[1].closing())
 
 
+@pytest.mark.plain("bytes-merged", "pieces-bytes", "plain pieces-pieces")
 @pytest.mark.parametrize("student, teacher", SIDES)
 def test_any_sampled_tokens_are_compared_at_common_bytes(student, teacher):
     """Random tokens: their bytes are no text as often as not, and characters are cut off."""
@@ -269,6 +270,7 @@ def test_the_same_tokenizer_gives_the_loss_of_one_tokenizer(place):
     assert found[0] == [pytest.approx(row, rel=1e-5) for row in found[1]]
 
 
+@pytest.mark.full
 def test_rollouts_are_written_by_span(place):
     from pyarrow import parquet
 
@@ -288,6 +290,7 @@ def test_rollouts_are_written_by_span(place):
         assert row["student_log_p"] == pytest.approx(row["sampled_log_p"], abs=1e-3)
 
 
+@pytest.mark.plain("prompts")
 @pytest.mark.parametrize("data", ["prompts", "chats"])
 def test_prompts_alone_and_chats_of_several_turns_are_answered(data, place):
     chats = [{"messages": chat(n)} for n in range(24)]

@@ -34,6 +34,7 @@ class Replayed(DecodeLoop):
         slots.graph = SimpleNamespace(replay=replay)
 
 
+@pytest.mark.plain("1")
 @pytest.mark.parametrize("limit", [1, STEPS_PER_REPLAY + 1, 4 * STEPS_PER_REPLAY - 1])
 def test_replays_of_several_tokens_end_where_single_ones_do(limit):
     """Without a token that ends answers all of them reach their limits, which no replay needs to end at."""

@@ -103,6 +103,7 @@ def test_sampled_tokens_and_their_probabilities_go_on_across_the_change(kind):
     assert max(map(len, whole.tokens)) > 14, "a sequence of three tokens outgrows the limit while it is sampled"
 
 
+@pytest.mark.full
 def test_a_patched_student_decodes_the_same():
     expected = [alone(make("phi3", torch.float32), prompt) for prompt in PROMPTS]
     model = make("phi3", torch.float32)

@@ -215,6 +215,7 @@ def test_packed_rows_of_few_lengths(multiple, length):
     assert torch.equal(added, torch.arange(len(added)))
 
 
+@pytest.mark.plain("1-plain", "2-plain")
 @pytest.mark.parametrize("shape", ["plain", "packed"])
 @pytest.mark.parametrize("samples", [1, 2])
 def test_one_row_holds_all_documents(shape, samples):

@@ -137,6 +137,7 @@ def mine(p, a, r):
 """
 
 
+@pytest.mark.full
 def test_the_processes_of_a_function_end_with_a_run_that_is_killed(tmp_path):
     (tmp_path / "mine.py").write_text(ENDLESS)
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path)

@@ -29,6 +29,7 @@ def rows_of(*overrides):
     return read_metrics(run(parse(RECIPE, overrides)).folder / "metrics.jsonl")
 
 
+@pytest.mark.full
 def test_engine_and_trainer_agree_on_sampled_log_probabilities(workplace):
     rows = rows_of()
     assert [row["step"] for row in rows] == [1, 2, 4]

@@ -95,6 +95,7 @@ def test_other_engines_have_no_time_estimate(override, plan, capsys):
     assert "of at most 8 tokens: time unknown" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_check_estimates_the_time_of_rollouts(plan, capsys):
     assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
     assert "rollouts    8 per step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out

@@ -161,6 +161,7 @@ def test_every_invariant_holds_of_it_alone(make):
         assert finding.passed, finding
 
 
+@pytest.mark.plain("{}-2", "{'discount': 0.5}-3")
 @pytest.mark.parametrize(
     "more, passes",
     [({}, 2), ({"importance": True, "clip": 0.1}, 2), ({"discount": 0.5}, 3), ({"teacher_weight": 0}, 1)],

@@ -46,6 +46,7 @@ def test_a_quantised_student_is_that_of_the_best_checkpoint(workplace, more):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
 
 
+@pytest.mark.full
 def test_projections_of_layers_are_those_of_the_best_checkpoint(workplace, watch):
     from distill.objectives import layer_matching
 
@@ -93,7 +94,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.plain("kl-min", "agreement-max")
+@pytest.mark.plain("kl-min")
 @pytest.mark.parametrize("figure, best_of", [("kl", min), ("perplexity", min), ("agreement", max)])
 def test_the_student_of_the_best_evaluation_is_kept(workplace, figure, best_of):
     result = run(parse(KEPT, [PLAIN, f"train.keep_best={figure}", "train.steps=7"], name="best"))

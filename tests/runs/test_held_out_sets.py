@@ -45,6 +45,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_every_evaluation_has_the_figures_of_every_set(here, capsys):
     result = run(parse(RECIPE, name="sets"))
     evaluated = [row for row in rows_of(result.folder) if "eval_kl" in row]

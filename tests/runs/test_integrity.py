@@ -82,6 +82,7 @@ def test_damage_without_a_manifest_is_found_in_the_contents(finished, tmp_path, 
     assert says in (checkpoint_error(folder) or "")
 
 
+@pytest.mark.full
 def test_the_newest_checkpoint_that_is_as_written_is_used(workplace, finished, capsys):
     flip(workplace / "runs/whole/checkpoint-4/model.safetensors", 0.9)
     assert run_command(["verify", "whole"]) == 1

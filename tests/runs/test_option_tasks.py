@@ -88,7 +88,7 @@ def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
     return chosen
 
 
-@pytest.mark.plain("False-gemma2", "True-llama")
+@pytest.mark.plain("True-llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_options_are_chosen_as_by_a_plain_loop(tokenizer, kind, chat):
@@ -178,6 +178,7 @@ def answers(folder):
     return [json.loads(line) for line in (folder / "tasks" / "facts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_run_measures_them_with_its_teacher_and_eval_measures_the_same(here, capsys):
     result = run(parse(RECIPE, ["student.model=teacher"], name="one"))
     accuracy = result.tasks["facts"]

@@ -217,6 +217,7 @@ def test_a_rank_with_other_held_out_data_is_named(places):
     assert "rank 1: data.validation.held.txt differs" in errors[0], errors
 
 
+@pytest.mark.full
 def test_a_rank_with_another_file_of_functions_is_named(places):
     for rank in (0, 1):
         (places / str(rank) / "mine.py").write_text(PLUGIN.replace("SCALE = 1.0", f"SCALE = {rank + 1}.0"))
@@ -308,7 +309,7 @@ def test_a_killed_rank_ends_the_other_one_of_a_command(places, name, rank):
     assert errors[1 - rank].strip(), errors
 
 
-@pytest.mark.plain("cache")
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_sound_ranks_ends_in_order(places, name):
     command, out = command_of(name, places)

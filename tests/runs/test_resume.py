@@ -159,7 +159,7 @@ def test_other_versions_are_named_and_go_on(workplace, caplog):
     assert "environment.torch was 1.0.0 when the run began" in caplog.text
 
 
-@pytest.mark.plain("{")
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["{", '{"held_out": {"x": 1}, "answers": {}}', "[]"])
 def test_damaged_figures_from_before_are_made_again(workplace, finished, text, caplog):
     path = workplace / "runs/whole/before.json"

@@ -74,7 +74,7 @@ def undisturbed(tmp_path_factory):
     return folder, made, seen.steps
 
 
-@pytest.mark.plain("1-2-False", "7-1-False")
+@pytest.mark.plain("7-1-False")
 @pytest.mark.parametrize(
     "step, batch_size, checkpointing",
     [

@@ -133,6 +133,7 @@ def test_frozen_routers_stay_as_they_are(workplace, capsys):
 TERM = ["loss.terms=[{type: forward_kl}, {type: router, weight: 0.5}]"]
 
 
+@pytest.mark.full
 def test_the_term_between_routers(workplace, capsys):
     assert run_command(["run", "r.yaml", "--name", "term", *TERM]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -207,7 +207,7 @@ def test_a_plan_is_of_the_students_that_are_trained(workplace, capsys):
         assert stage["student"]["parameters"] == trained
 
 
-@pytest.mark.plain("{data: {source: none.txt}}-stages.2 (stage): ")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "named"),
     [

@@ -250,6 +250,7 @@ def test_tasks_that_cannot_be_answered_are_refused(here, more, message):
         recipe_with(here, *more)
 
 
+@pytest.mark.full
 def test_a_function_is_run_only_where_the_plugin_allows_it_and_must_return_1_or_0(here):
     with pytest.raises(ValueError, match=r"eval.tasks.0.checker: checks.py:starts runs code; allow it with --plugin"):
         run(parse(RECIPE))

@@ -136,6 +136,7 @@ def test_damaged_metrics_are_named_on_resume(resumed, plain, caplog):
     assert rows == [row for row in figures(plain / "runs/whole") if row["step"] != 2]
 
 
+@pytest.mark.full
 def test_a_line_cut_short_by_a_kill_is_no_damage(resumed, plain, caplog):
     with caplog.at_level(logging.WARNING):
         Path("runs/whole", MANIFEST).unlink()  # which a run that did not end has no entry of the file in
@@ -143,6 +144,7 @@ def test_a_line_cut_short_by_a_kill_is_no_damage(resumed, plain, caplog):
     assert "damaged" not in caplog.text and rows == figures(plain / "runs/whole")
 
 
+@pytest.mark.full
 def test_a_figure_from_before_training_that_is_not_as_written_is_made_again(resumed, plain, caplog):
     def change(content):
         record = json.loads(content)

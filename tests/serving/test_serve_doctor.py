@@ -41,6 +41,7 @@ def subject_of(place, engine):
         yield made
 
 
+@pytest.mark.full
 def test_a_kl_without_a_gradient_fails(subject_of, monkeypatch):
     made = subject_of()
     assert invariants.fused_equals_reference(made).passed

@@ -44,7 +44,7 @@ def serve():
         server.shutdown()
 
 
-@pytest.mark.plain("False")
+@pytest.mark.full
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reply_that_trickles_has_a_deadline(serve, chunked):
     def send(handler):
@@ -118,6 +118,7 @@ def test_a_kept_connection_has_its_time_anew(serve):
     assert [servers.ask("GET", "/v1/x") for _ in range(3)] == [b"ok"] * 3
 
 
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reply_has_a_largest_size(serve, chunked, limit):
     limit.setattr(client, "MOST_BYTES", 100_000)

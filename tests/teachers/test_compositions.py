@@ -210,6 +210,7 @@ def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place)
     assert found["without"]["before.forward_kl"] != pytest.approx(found["alone"]["before.forward_kl"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_two_stored_teachers_are_a_mixture(place):
     """Each finds its own outputs in a batch: a mixture of one teacher with itself has that teacher's outputs."""
     from torch import equal

@@ -287,6 +287,7 @@ def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents,
     assert not invariants.accumulation_changes_nothing(made).passed
 
 
+@pytest.mark.full
 def test_rows_of_one_document_need_not_keep_documents_apart():
     """OPT's attention is told of no positions: packed it is trained wrongly, with a document a row it is not."""
     checks = (invariants.packing_changes_nothing, invariants.padding_changes_nothing)

@@ -40,7 +40,7 @@ def teacher_is_another_one(fault):
     fault.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
 
 
-@pytest.mark.plain("forget_random_state", "forget_optimizer")
+@pytest.mark.plain("forget_random_state")
 @pytest.mark.parametrize(
     "fault", [forget_optimizer, forget_random_state, teacher_is_another_one], ids=lambda fault: fault.__name__
 )

@@ -145,6 +145,7 @@ def test_the_first_epoch_is_a_run_without_and_the_second_asks_nothing(here, aske
     assert not [path.name for path in Path("kept").iterdir() if "part" in path.name or path.name == "settled.json"]
 
 
+@pytest.mark.full
 def test_a_full_folder_is_a_cache_that_needs_no_weights(here, asked, unloaded, capsys):
     first = run(recipe(), name="first")
     count, answers = len(asked), json.loads((first.folder / "result.json").read_text())["answers"]

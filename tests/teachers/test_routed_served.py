@@ -145,6 +145,7 @@ def test_rollouts_are_scored_by_the_teacher_of_their_route(place, urls):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.plain("8")
 @pytest.mark.parametrize("shift", [0, 8])
 def test_a_single_learned_row_has_the_same_bits_wherever_a_file_has_the_head(place, urls, tmp_path, shift):
     """A micro-batch of which a route learns one row is a product of a vector: its bits follow the head's alignment."""

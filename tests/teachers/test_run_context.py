@@ -283,6 +283,7 @@ def test_results_do_not_depend_on_the_number_of_processes(workplace):
         assert other == pytest.approx(mine, rel=1e-5)
 
 
+@pytest.mark.full
 def test_each_route_has_its_own_context(workplace):
     """Teachers of a route read its template; one without a context reads the student's prompt."""
     rows = [chat(n, teacher=("best", "failed", "plain")[n % 3]) for n in range(18)]

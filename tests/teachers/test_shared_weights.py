@@ -181,6 +181,11 @@ def test_kernels_in_both_models_change_nothing_of_it(workplace, kernel_device, p
     assert all(torch.equal(tensor, copied[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.plain(
+    "['train.precision=bfloat16', 'student.dtype=float32']-the teacher is in bfloat16, the student in float32",
+    "['teacher.offload=cpu']-teacher.offload: cpu",
+    "['teacher.attention=eager']-teacher.attention is eager, student.attention auto",
+)
 @pytest.mark.parametrize(
     "overrides, reason",
     [
