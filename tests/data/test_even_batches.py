@@ -228,7 +228,7 @@ def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
     hold_case(two_processes, name, tmp_path, "cpu")
 
 
-@pytest.mark.plain("copies", "shards, accumulated")
+@pytest.mark.full
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_makes_the_steps_that_are_left(two_processes, name):
     hold_resumed(two_processes, name)

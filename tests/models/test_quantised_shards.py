@@ -165,7 +165,7 @@ def test_shards_hold_the_bits_of_one_process(workplace, monkeypatch, case):
     assert trained >= {key for key in tensors(whole / "checkpoint-4") if key[1].startswith("master.")}
 
 
-@pytest.mark.plain("q4_0", "int8")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_shards_end_with_the_same_bits(workplace, case):
     for part in ("checkpoint-4", "student"):

@@ -278,6 +278,7 @@ def test_fuzzed_trees_give_a_recipe_or_a_recipe_error(changes):
     check(yaml.safe_dump(tree, allow_unicode=True), [])
 
 
+@pytest.mark.full
 @settings(max_examples=CASES // 3, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(
