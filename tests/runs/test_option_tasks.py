@@ -70,7 +70,10 @@ def plain_scores(model, tokenizer, prompt, chat):
     return found
 
 
-def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
+DIVISORS = {"none": lambda score: 1, "tokens": lambda score: score[1], "bytes": lambda score: score[2]}
+
+
+def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance, normalised=tuple(DIVISORS)):
     expected = [plain_scores(model, tokenizer, prompt, chat) for prompt in prompts]
     scorer = OptionScorer(model, tokenizer, probe_logits(model, "model"), batch_size=7)
     rows = [row for prompt in prompts for row in encode_options(tokenizer, prompt, chat=chat)]
@@ -78,8 +81,8 @@ def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
     sums = torch.tensor([score for scores in expected for score, _, _ in scores])
     assert (values - sums).abs().max() < tolerance
     chosen = {}
-    for normalise, divisor in (("none", lambda s: 1), ("tokens", lambda s: s[1]), ("bytes", lambda s: s[2])):
-        best = []
+    for normalise in normalised:
+        best, divisor = [], DIVISORS[normalise]
         for prompt, scores in zip(prompts, expected, strict=True):
             ratios = [score[0] / divisor(score) for score in scores]
             best.append(prompt.options[ratios.index(max(ratios))])
@@ -113,9 +116,10 @@ def test_a_real_models_choices_are_those_of_a_plain_loop(smollm2_folder, chat):
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    chosen = assert_as_a_plain_loop(model, tokenizer, facts(), chat, 2e-3)
-    right = sum(map(str.__eq__, chosen["none"], right_answers()))
-    assert chat or right >= 15, "it knows most of them"
+    every = 6 if chat else 2
+    chosen = assert_as_a_plain_loop(model, tokenizer, facts()[::every], chat, 2e-3, ["none"])
+    right = sum(map(str.__eq__, chosen["none"], right_answers()[::every]))
+    assert chat or right >= 8, "it knows most of the 13"
 
 
 @pytest.mark.parametrize(
