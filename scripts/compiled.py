@@ -3,7 +3,7 @@
 Needs no GPU. Compiles the grid below by tests/compile_for_gpu.py (some minutes; longer for `--all`, every combination
 in place of every pair), and writes a row a kernel, family and case to scripts/compiled.jsonl, from which scripts.docs
 makes docs/reference/compiled-kernels.md. tests/ops/test_compiles.py holds the same cases to each family's limits; it
-compiles those again whose sources are no longer what scripts/compiled_sources.json says they were compiled from.
+compiles those again whose sources are no longer what scripts/compiled_sources.jsonl says they were compiled from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "scripts" / "compiled.jsonl"
-SOURCES = ROOT / "scripts" / "compiled_sources.json"  # by family and case: what `source_of` said when it was compiled
+SOURCES = ROOT / "scripts" / "compiled_sources.jsonl"  # by family and case: what `source_of` said when it was compiled
 FAMILIES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 SETUP = """
@@ -325,10 +325,10 @@ def source_of(case: Case) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def compiled_from() -> dict[str, str]:
+def compiled_from() -> dict[tuple[str, str], str]:
     """By family and name of a case, the hash of what its rows were compiled from."""
-    recorded: dict[str, str] = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
-    return recorded
+    lines = SOURCES.read_text().splitlines() if SOURCES.exists() else []
+    return {(row["family"], row["case"]): row["source"] for row in map(json.loads, lines)}
 
 
 def rows_of(case: Case) -> Iterator[dict[str, object]]:
@@ -398,8 +398,10 @@ def main(*arguments: str) -> None:
             rows += rows_of(case)
             rows.sort(key=lambda row: (row["module"], row["kernel"], FAMILIES.index(row["family"]), row["case"]))
             ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            recorded = compiled_from() | {f"{case.family} {case.name}": source_of(case)}
-            SOURCES.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+            sources = compiled_from() | {(case.family, case.name): source_of(case)}
+            made = [{"family": family, "case": name, "source": source} for (family, name), source in sources.items()]
+            made.sort(key=lambda row: (row["family"], row["case"]))
+            SOURCES.write_text("".join(f"{json.dumps(row)}\n" for row in made))
             print(case.family, case.name, flush=True)
 
 

@@ -109,6 +109,7 @@ def test_each_step_has_the_loss_of_its_number(workplace):
     assert len({batch["loss"].item() for batch in seen}) == 8
 
 
+@pytest.mark.full
 def test_schedule_is_logged_and_resumes_bit_identically(workplace):
     (workplace / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
     whole, half = run(load("r.yaml"), name="whole"), run(load("r.yaml"), name="half")

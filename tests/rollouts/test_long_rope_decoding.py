@@ -51,7 +51,7 @@ def alone(model, prompt, new=NEW):
     return ids[len(prompt) :]
 
 
-@pytest.mark.plain("llama")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_transformers(kind):
     plain = make(kind)

@@ -256,7 +256,7 @@ def test_a_student_of_the_same_vocabulary_is_trained_on_the_sampled_ids(kind, pl
     assert "trained on by their sampled token ids: 5 rows" in capsys.readouterr().out
 
 
-@pytest.mark.plain("calls")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_a_student_of_another_vocabulary_reads_what_leads_back_to_the_ids(kind, place):
     folder, other = place(kind), tiny_tokenizer(300, OTHER_TEMPLATE)

@@ -135,6 +135,7 @@ def test_a_base_student_is_named_by_check_and_doctor(said, models):
 # ------------------------------------------------------------------ loss beside kl
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_the_kl_is_explained_once_under_the_first_line(said):
     settings = [
         "loss.temperature=2",

@@ -100,6 +100,7 @@ def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
     assert (config.hidden_size, config.head_dim, config.num_hidden_layers) == (24, 8, 3)
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_equals_uninterrupted(place, interrupted):
     interrupted(lambda: run(recipe("train.save_every=2"), name="parts"), step=3)
     assert (place / "runs/parts/checkpoint-2").exists() and not (place / "runs/parts/student").exists()

@@ -49,7 +49,7 @@ def figures(folder):
     return before["held_out"], before["answers"], rows, after["after"], after["answers"], weights
 
 
-@pytest.mark.plain("LoRA under autocast")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [

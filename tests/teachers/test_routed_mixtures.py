@@ -121,6 +121,7 @@ def loaded(place):
     return trained(recipe_of(place, mixed(place, f"model: {place}/talk")), "loaded")
 
 
+@pytest.mark.full
 def test_a_served_part_of_a_mixture_changes_no_bit(place, url, loaded):
     recipe = recipe_of(place, mixed(place, f"type: server, url: '{url}', timeout: 5"))
     assert parse(dump(recipe)) == recipe

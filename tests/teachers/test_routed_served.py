@@ -87,7 +87,7 @@ def loaded(place):
     return trained(recipe_of(place, {}), "loaded")
 
 
-@pytest.mark.plain("math and talk")
+@pytest.mark.full
 @pytest.mark.parametrize("served", [("talk",), TEACHERS], ids=" and ".join)
 def test_served_routes_train_bit_identically(place, urls, loaded, served):
     recipe = recipe_of(place, {name: urls[name] for name in served})

@@ -102,7 +102,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.plain("bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS.keys())
 def test_half_the_weights_and_the_same_run(workplace, settings):
     """Held against a run whose teacher is read from a copy of the files."""
