@@ -2,11 +2,15 @@
 
 Needs no GPU. Compiles the grid below by tests/compile_for_gpu.py (some minutes; longer for `--all`, every combination
 in place of every pair), and writes a row a kernel, family and case to scripts/compiled.jsonl, from which scripts.docs
-makes docs/reference/compiled-kernels.md. tests/ops/test_compiles.py holds the same cases to each family's limits.
+makes docs/reference/compiled-kernels.md. tests/ops/test_compiles.py holds the same cases to each family's limits; it
+compiles those again whose sources are no longer what scripts/compiled_sources.jsonl says they were compiled from.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
 import itertools
 import json
 import sys
@@ -16,6 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "scripts" / "compiled.jsonl"
+SOURCES = ROOT / "scripts" / "compiled_sources.jsonl"  # by family and case: what `source_of` said when it was compiled
 FAMILIES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 SETUP = """
@@ -294,6 +299,38 @@ def cases() -> Iterator[Case]:
             yield Case(family, part, tuple(zip(axes, at, strict=True)), point in paired)
 
 
+def statements(path: Path) -> str:
+    """A file without its comments and docstrings, which change no code."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+@functools.cache
+def package_hash(folder: str) -> str:
+    """Hash of a package's statements."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return hashlib.sha256("".join(map(statements, paths)).encode()).hexdigest()
+
+
+def source_of(case: Case) -> str:
+    """Hash of all that decides a case's compiled code: what launches it, every kernel, the compiler."""
+    import triton
+
+    launches = ["kernels/distill_kernels", *(["distill/generation"] if case.part == "decoding step" else [])]
+    parts = [triton.__version__, case.snippet, statements(ROOT / "tests" / "compile_for_gpu.py")]
+    parts += map(package_hash, launches)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def compiled_from() -> dict[tuple[str, str], str]:
+    """By family and name of a case, the hash of what its rows were compiled from."""
+    lines = SOURCES.read_text().splitlines() if SOURCES.exists() else []
+    return {(row["family"], row["case"]): row["source"] for row in map(json.loads, lines)}
+
+
 def rows_of(case: Case) -> Iterator[dict[str, object]]:
     """A row a kernel."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -361,6 +398,10 @@ def main(*arguments: str) -> None:
             rows += rows_of(case)
             rows.sort(key=lambda row: (row["module"], row["kernel"], FAMILIES.index(row["family"]), row["case"]))
             ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            sources = compiled_from() | {(case.family, case.name): source_of(case)}
+            made = [{"family": family, "case": name, "source": source} for (family, name), source in sources.items()]
+            made.sort(key=lambda row: (row["family"], row["case"]))
+            SOURCES.write_text("".join(f"{json.dumps(row)}\n" for row in made))
             print(case.family, case.name, flush=True)
 
 

@@ -287,6 +287,7 @@ def test_tables_are_plain_outside_a_terminal(capsys):
     assert capsys.readouterr().out == "           KL\nbefore   12.5\n[after]   3.1\n"
 
 
+@pytest.mark.full
 def test_the_command_makes_waiting_threads_sleep_by_default():
     """Read by OpenMP when torch is loaded, so it must be there before."""
     code = (

@@ -180,6 +180,7 @@ def in_terminal(code: str) -> str:
     return written.decode()
 
 
+@pytest.mark.full
 def test_letters_that_the_output_has_not_end_no_command():
     asked = ("validate", "quickstart", "generate.prompts=[caf\u00e9]")
     told = distill(*asked, PYTHONIOENCODING="ascii")
@@ -213,6 +214,7 @@ PROGRESS = (
 )
 
 
+@pytest.mark.full
 def test_bars_and_colours_are_for_terminals_only(capsys):
     drawn = in_terminal(PROGRESS)
     assert ESCAPE in drawn and "comparing" in drawn and "4 of 4" in drawn and "answering" in drawn and "1 of 7" in drawn

@@ -48,6 +48,7 @@ def no_second_process(without):
     without.setattr(examine, "RUN_CHECKS", examine.RUN_CHECKS[:1])
 
 
+@pytest.mark.full
 def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     assert run_command(["doctor", "r.yaml"]) == 0
     captured = capsys.readouterr()

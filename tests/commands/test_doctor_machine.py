@@ -166,6 +166,7 @@ def test_a_result_that_is_off_by_a_hundredth_fails(name, monkeypatch):
     assert len(calls) == 3
 
 
+@pytest.mark.full
 def test_a_kernel_that_ends_its_process_is_the_finding_and_the_next_are_run():
     jobs = [(f"job {number}", functools.partial(faulty_job, number)) for number in range(6)]
     findings = list(machine.run_in_processes(jobs, "cpu", limit_s=2.0, method="fork"))

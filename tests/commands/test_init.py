@@ -47,6 +47,7 @@ def test_the_recipe_is_as_small_as_the_gpu_asks(here, capsys, gpu, changes):
     assert "memory" in printed and "does not fit" not in printed and f"distill check my.yaml --gpu {gpu}" in printed
 
 
+@pytest.mark.plain("data")
 @pytest.mark.parametrize("learn", ["data", "on-policy"])
 def test_what_is_written_runs(here, learn):
     save_models(here, teacher={}, student={"layers": 1})

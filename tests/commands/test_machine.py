@@ -118,6 +118,7 @@ def of_two():
     return (slow - moved / 3350) * 989.4, moved
 
 
+@pytest.mark.plain("4090", "a100-40", "l40s", "h200", "5090")
 @pytest.mark.parametrize("gpu", NAMED)
 def test_a_plan_for_each_card_has_its_memory_time_and_path(gpu, of_two):
     report, gpu_spec = plan(gpu), GPU_SPECS[find_gpu_spec(gpu)]

@@ -199,7 +199,7 @@ def test_a_run_that_does_not_fit_is_reported_with_advice():
     assert of(gpu="H100").ok
 
 
-@pytest.mark.plain("H100")
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["H100", "24GB"])
 def test_advice_saves_the_memory_it_names(gpu):
     before = of(gpu=gpu, gpus=2)
@@ -249,6 +249,7 @@ def of_70b(*overrides, gpu="H100", gpus=4):
     return check_run(load(path, overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
+@pytest.mark.full
 def test_a_teacher_of_70b_is_shared_by_four_gpus():
     """A quarter of it on each, two layers or the head gathered; the student in shards too, as the run decides."""
     report = of_70b()
@@ -285,6 +286,7 @@ def test_an_fp8_teacher_is_loaded_before_it_is_small():
     assert small.fits and small.memory.moments[LOADING] == 2 * PUBLISHED["llama-3.1-8b"] + 4 * PUBLISHED["llama-3.2-1b"]
 
 
+@pytest.mark.full
 def test_an_fp8_mixture_is_counted_with_its_experts():
     """One byte for each weight of experts, q, k, v and o projections; two for embedding, head, routers and norms."""
 
@@ -309,7 +311,7 @@ def test_precision_is_that_of_the_planned_device():
 # ---------------------------------------------------------------- a teacher on disk
 
 
-@pytest.mark.plain("K tokens-False")
+@pytest.mark.full
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
 def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, watch):

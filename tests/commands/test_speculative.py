@@ -21,6 +21,7 @@ def test_equal_models_accept_every_draft():
     assert not student._forward_pre_hooks and not teacher._forward_pre_hooks
 
 
+@pytest.mark.full
 def test_acceptance_is_that_of_the_distributions():
     """Two models of 1 - TVD well below 1: the share of drafts is within its error of it, and the same again."""
     teacher, student = tiny_model(seed=1), tiny_model(seed=2)

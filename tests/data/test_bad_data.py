@@ -155,6 +155,7 @@ def test_content_in_parts_is_text_not_python(workplace, capsys):
     assert all("user\none two<|end|>" in text and "type" not in text for text in texts)
 
 
+@pytest.mark.full
 def test_a_line_of_a_million_characters(workplace, capsys):
     rows = lines([*GOOD, {"text": "word " * 200_000}]) + b'{"text": "' + b"x" * 1_000_000  # and one cut off, as long
     assert distil(workplace, "a.jsonl", rows, "data.max_length=512") == 0

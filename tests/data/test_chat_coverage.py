@@ -383,6 +383,7 @@ def characters_of(source, chat, monkeypatch):
     return sum(spent)
 
 
+@pytest.mark.full
 def test_a_long_conversation_is_rendered_in_linear_time_and_to_the_same_spans(monkeypatch):
     short, long = (characters_of(CHAT_TEMPLATE, long_chat(count), monkeypatch) for count in (400, 1600))
     assert long < 4.2 * short, "four times the messages, four times the characters"

@@ -131,6 +131,7 @@ def test_tool_calls_are_learned_token_by_token_and_their_results_are_not(tmp_pat
     assert learned(load(path, tokenizer, train_on="last").train[0], tokenizer) == "Two.<|end|>"
 
 
+@pytest.mark.full
 def test_a_template_of_the_recipe_goes_with_the_student_and_is_what_it_is_judged_by(tmp_path, monkeypatch):
     """Neither model has a template, and the columns have names of their own; `eval --data` knows both."""
     monkeypatch.chdir(tmp_path)

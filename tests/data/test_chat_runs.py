@@ -108,7 +108,7 @@ def test_two_tokenizers_compare_each_turn_though_one_template_rewrites(own_folde
     assert total == 36 and splits.report.rewritten == 12 and not splits.report.dropped
 
 
-@pytest.mark.plain("on-policy")
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", [["data.on_policy.max_new_tokens=8"], []], ids=["on-policy", "the data's"])
 def test_a_run_on_turns_of_their_own_resumes_to_the_same_losses(own_folder, overrides):
     text = dump(recipe_of("train.log_every=1", "data.cache=false", *overrides))
@@ -123,6 +123,7 @@ def test_a_run_on_turns_of_their_own_resumes_to_the_same_losses(own_folder, over
     assert len(whole) >= 4 and losses(folder) == whole
 
 
+@pytest.mark.full
 def test_a_student_stops_where_its_turns_end(own_folder, tmp_path, capsys):
     own_folder.eos_token = "<|pad|>"
     own_folder.save_pretrained(tmp_path / "teacher")

@@ -153,6 +153,7 @@ def documents(positions):
     return zip(starts, [*starts[1:], len(positions)], strict=True)
 
 
+@pytest.mark.plain("forward_kl")
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_padding_and_accumulation_change_nothing(folders, kind):
     objective, student, _ = pair_of_models(kind)
@@ -290,6 +291,7 @@ def test_check_reports_the_vocabularies_of_two_tokenizers(folders, random):
     assert "one token of each" in report.data
 
 
+@pytest.mark.full
 def test_a_dry_run_keeps_the_students_tokenizer_and_every_id_needs_a_row(folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})

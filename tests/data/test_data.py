@@ -284,6 +284,7 @@ def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer):
     assert list(cache_root().iterdir()) == []
 
 
+@pytest.mark.full
 def test_worker_processes_give_the_same_rows(tmp_path, tokenizer, limit):
     limit.setattr("distill.data.documents.BATCH_ROWS", 7)
     path = tmp_path / "a.jsonl"

@@ -28,6 +28,7 @@ def test_bad_rows_are_counted_by_reason_and_the_good_ones_stay(tmp_path, tokeniz
     assert "row 7: column 'text': expected text, got int" in str(report)
 
 
+@pytest.mark.full
 def test_a_line_of_a_million_characters_is_cut_like_any_text(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"text": "x" * 1_000_000}, {"text": "short"}])
     splits = load(path, tokenizer, max_length=1024, validation={"fraction": 0.5})

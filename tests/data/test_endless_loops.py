@@ -20,6 +20,7 @@ def refused(handler, after="0"):
     handler.end_headers()
 
 
+@pytest.mark.full
 def test_a_server_that_is_full_for_ever_is_given_up(serve):  # noqa: F811
     requests = itertools.count()
 
@@ -34,6 +35,7 @@ def test_a_server_that_is_full_for_ever_is_given_up(serve):  # noqa: F811
     assert next(requests) < 20, "requests without a pause"
 
 
+@pytest.mark.full
 def test_a_server_that_answers_every_other_request_is_given_up(serve):  # noqa: F811
     requests = itertools.count(1)
 
@@ -80,6 +82,7 @@ class Stored:
         self.missing = [b""] * next(self.counts, len(self.missing))
 
 
+@pytest.mark.full
 def test_processes_that_store_nothing_are_waited_for_for_so_long(limit):
     limit.setattr(epoch, "LOOK_S", 0.02)
     limit.setattr(epoch, "STALLED_S", 0.3)

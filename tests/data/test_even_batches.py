@@ -222,13 +222,13 @@ def hold_resumed(seen, name):
         hold_steps(one["steps"], other["steps"], left)
 
 
-@pytest.mark.plain("copies", "shards, accumulated")
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
     hold_case(two_processes, name, tmp_path, "cpu")
 
 
-@pytest.mark.plain("copies", "shards, accumulated")
+@pytest.mark.full
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_makes_the_steps_that_are_left(two_processes, name):
     hold_resumed(two_processes, name)
@@ -313,6 +313,7 @@ def none_left(subject):
         assert parameter.grad is not None and (parameter.grad == 0).all(), name  # DDP waits for every one
 
 
+@pytest.mark.plain("several", "answering", "sampled")
 @pytest.mark.parametrize("kind", ["several", "across", "answering", "bucket", "sampled", "hidden"])
 def test_no_rows_give_a_loss_and_gradients_of_0(kind, tmp_path):
     from subjects import SUBJECTS, Caches

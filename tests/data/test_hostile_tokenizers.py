@@ -38,7 +38,7 @@ def growing(pattern, times=8):
     return {"type": "Sequence", "normalizers": [first, *[more] * times]}
 
 
-@pytest.mark.plain("n")
+@pytest.mark.full
 @pytest.mark.parametrize("pattern", ["n", "a word that no other text holds"])
 def test_a_normalizer_that_makes_endless_text_is_refused_before_it_is_used_here(saved, pattern):
     with_normalizer(saved, growing(pattern))

@@ -69,6 +69,7 @@ def test_prompts_without_a_template_are_continued_as_text(workplace):
     assert sorted(map(tokenizer.decode, found)) == sorted(f"{text}\n" for text in QUESTIONS)
 
 
+@pytest.mark.full
 def test_a_run_on_prompts_and_another_on_its_stored_rollouts(workplace):
     first = run(parse(RECIPE), name="first").folder
     stored = [row for file in rollout_files.files(first) for row in rollout_files.read(file)]

@@ -143,6 +143,7 @@ def test_each_source_is_read_in_its_own_way(here, tmp_path):
     assert splits.report.format.startswith("text")
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_reads_the_same_rows(here, tmp_path):
     """The run is resumed in the second epoch, which draws other rows of the larger source."""
     text = TRAIN.replace("epochs: 2", "epochs: 2, save_every: 40, log_every: 10") + (

@@ -85,6 +85,7 @@ def figures(folder):
     ]
 
 
+@pytest.mark.full
 def test_without_shuffling_rows_and_losses_are_those_of_data_that_are_read_whole(here, tmp_path):
     whole = load_data(data_of(), here, seed=0).train
     by_row = sorted((plain(row) for row in whole), key=lambda row: row["row"][1])
@@ -261,6 +262,7 @@ def test_a_run_reads_rows_as_it_goes_and_resumes_to_the_bit(here, tmp_path, capl
     assert figures(tmp_path / "runs/whole") == expected
 
 
+@pytest.mark.full
 def test_two_processes_train_on_their_shares_and_resume_together(here, tmp_path):
     run_as_two("-m", "distill", "run", "r.yaml", "--name", "two")
     rows = read_metrics(tmp_path / "runs/two/metrics.jsonl")

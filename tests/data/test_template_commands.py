@@ -171,6 +171,14 @@ def harness(library):
         library.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.plain(
+    "the data's-eval",
+    "the teacher's own-cache",
+    "another family, its own-generate",
+    "another family without variables-cache",
+    "another family, its own-run on prompts",
+    "another family without variables-eval tasks",
+)
 @pytest.mark.parametrize(("pair", "command"), CELLS)
 def test_a_command_reads_the_prompts_of_training(folders, prompts_read, harness, monkeypatch, capsys, pair, command):
     *_, student, teacher = PAIRS[pair]

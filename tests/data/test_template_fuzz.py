@@ -152,7 +152,7 @@ def test_conversations_of_any_shape():
 
 @pytest.mark.full
 def test_many_conversations_of_any_shape():
-    outcomes, wrong = run({name: template_of(name) for name in TEMPLATES}, 150, seed=2)
+    outcomes, wrong = run({name: template_of(name) for name in TEMPLATES}, 50, seed=2)
     assert not wrong, "\n".join(wrong)
     assert outcomes["right"] > outcomes.total() // 3
 

@@ -41,6 +41,7 @@ def test_own_loop_learns():
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+@pytest.mark.full
 def test_graphed_loop_learns():
     losses, replays = load("graphed_loop").main()
     assert losses[-1] < 0.9 * losses[0] and replays == 0, losses
@@ -96,6 +97,7 @@ def test_inside_sft_trainer_learns_the_same_as_unpatched():
     assert example.main(steps=3, trainer_class=trl.SFTTrainer) == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.full
 def test_lightning_style_module_learns():
     losses, accuracies = load("lightning_style").main()
     assert losses[-1] < 0.7 * losses[0] and accuracies[-1] > accuracies[0], (losses, accuracies)

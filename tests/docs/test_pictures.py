@@ -13,6 +13,7 @@ from scripts.readme import GPU, ROOT, newest_rows
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.full
 def test_regenerating_gives_the_committed_pictures(tmp_path):
     pictures.draw(tmp_path)
     names = ["losses", "tutorial"]

@@ -10,6 +10,7 @@ import torch
 import two_ranks
 
 
+@pytest.mark.full
 def test_two_processes_start_while_the_program_is_told_of_one_gpu(monkeypatch, tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os\nprint('rank', os.environ['RANK'])")

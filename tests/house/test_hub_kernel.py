@@ -46,6 +46,7 @@ def losses(package):
     return [loss, compiled, *torch.autograd.grad(loss, (student, heads[0]))]
 
 
+@pytest.mark.full
 def test_it_computes_what_the_package_does_beside_it(built):
     kernel = loaded(built)
     assert all(map(torch.equal, losses(kernel), losses(distill_kernels)))

@@ -45,6 +45,7 @@ def wait_until(condition, seconds=30.0):
         time.sleep(0.05)
 
 
+@pytest.mark.plain("15-143")
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_ends_every_process_that_was_started(number, status, tmp_path):
     supervise = (ROOT / ".ci" / "supervise.py").read_text().replace("PATIENCE = 10.0", "PATIENCE = 1.0")
@@ -57,6 +58,7 @@ def test_a_signal_ends_every_process_that_was_started(number, status, tmp_path):
     wait_until(lambda: not list(tmp_path.glob("tmp.*")))
 
 
+@pytest.mark.plain("exit 0-0")
 @pytest.mark.parametrize("ending, status", [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
 def test_the_status_is_the_commands_and_what_it_left_running_is_ended(ending, status, tmp_path):
     command = ["bash", "-c", f"(setsid sleep 306 &); sleep 0.2; {ending}"]
@@ -65,6 +67,7 @@ def test_the_status_is_the_commands_and_what_it_left_running_is_ended(ending, st
     assert sleeping(tmp_path) == set()
 
 
+@pytest.mark.full
 def test_an_orphan_that_ends_does_not_stay_a_zombie(tmp_path):
     lines = "bash -c 'sleep 0.2 & echo $! > orphan; kill -9 $$'; sleep 1; test ! -e /proc/$(cat orphan)"
     command = [sys.executable, ROOT / ".ci" / "supervise.py", "bash", "-c", lines]

@@ -71,7 +71,7 @@ def check(outcome, heads, terms, labels, scale, vocab, dtype, **settings):
     assert_parts([outcome.loss, outcome.hidden, outcome.weight, outcome.bias], eager, exact, dtype)
 
 
-@pytest.mark.plain("torch.bfloat16-True", "torch.float32-False")
+@pytest.mark.plain("torch.float32-False")
 @pytest.mark.parametrize(
     "dtype, descriptors",  # persistent, or tiles; fp32 has one way only
     [
@@ -245,7 +245,7 @@ def test_lora_on_the_head_equals_merged_weights(kernel_device, path):
             assert_as_promised(name, mine, exact)
 
 
-@pytest.mark.plain("True")
+@pytest.mark.full
 @pytest.mark.parametrize("relative", [True, False])
 def test_logits_kept_in_bf16_would_be_noticed(kernel_device, fault, relative):
     """A tolerance of 1.5 times eager's error would allow errors ten times ours."""

@@ -29,6 +29,7 @@ def losses(student, teacher, labels):
     }
 
 
+@pytest.mark.plain("student hidden-bf16", "student head-fp32", "teacher head-bf16", "teacher hidden-fp32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["student head", "student hidden", "teacher head", "teacher hidden"])
 def test_a_nan_stays_a_nan(kernel_device, place, dtype):

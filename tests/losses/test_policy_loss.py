@@ -218,6 +218,7 @@ def test_small_advantages_do_not_underflow_in_float16(where):
     assert relative_error(made, exact) < 1e-3
 
 
+@pytest.mark.full
 def test_chunks_give_the_loss_of_one_pass(kernel_device, limit):
     limit.setattr(planning, "ROW_MULTIPLE", 16)
     tensors, labels, advantages, reference = draw(kernel_device, torch.bfloat16, rows=90)

@@ -78,7 +78,7 @@ def our_loss(model, batch, loss=LABELS, **more):
         objective.detach()
 
 
-@pytest.mark.plain("gpt_oss", "jetmoe", "minimax_m2", "qwen3_moe")
+@pytest.mark.plain("gpt_oss", "minimax_m2")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_familys_own_forward(name):
     """With patched experts and routers too."""

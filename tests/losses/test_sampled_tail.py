@@ -217,6 +217,7 @@ def test_what_k_tokens_cannot_give_is_refused(given, message):
         stored(**given)
 
 
+@pytest.mark.full
 def test_invariants_hold_with_a_sampled_tail():
     subject = answering()
     subject.loss = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "k": 8, "tail": "sampled"}]})

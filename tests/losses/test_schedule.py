@@ -138,6 +138,7 @@ def test_each_step_has_the_loss_of_its_number(workplace):
     assert len({batch["loss"].item() for batch in seen}) == 8
 
 
+@pytest.mark.full
 def test_schedule_is_logged_and_resumes_bit_identically(workplace):
     (workplace / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
     whole, half = run(load("r.yaml"), name="whole"), run(load("r.yaml"), name="half")
@@ -157,6 +158,7 @@ def test_schedule_is_logged_and_resumes_bit_identically(workplace):
         run(load("r.yaml", changed), name="half", resume=True)
 
 
+@pytest.mark.full
 def test_figures_do_not_follow_the_weight(workplace):
     """A divergence in the log is its mean, whatever its weight is then; and only over steps that had one."""
     text = BASE.replace("learning_rate: 1e-2", "learning_rate: 1e-12").replace("log_every: 1", "log_every: 4")

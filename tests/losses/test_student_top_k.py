@@ -107,6 +107,17 @@ def relative(z, temperature):
     return ChunkLogits(z.view(n, -1)[:, :vocab].contiguous(), shift, total, total)
 
 
+@pytest.mark.plain(
+    "300-1-False",
+    "300-8-False",
+    "300-300-False",
+    "3000-1-False",
+    "3000-11-False",
+    "3000-12-False",
+    "3000-511-False",
+    "40000-64-False",
+    "40000-100-False",
+)
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(
     "vocab, k",
@@ -146,6 +157,7 @@ def test_rows_of_scale_0_are_left(kernel_device):
     assert (out.ids[1] == -7).all() and (out.ids[[0, 2]] >= 0).all()
 
 
+@pytest.mark.plain("kernel-bucket", "specification-renormalize")
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_all_columns_are_the_full_divergence(where, tail):
     student, teacher, labels = draw(where, torch.float32)
@@ -168,6 +180,7 @@ def test_one_pass_of_each_projection(kernel_device):
     assert launched.count("_project_kernel") == 2
 
 
+@pytest.mark.plain("specification")
 def test_chunks_named_rows_padding_bias_lora_and_items(where, limit):
     limit.setattr(planning, "ROW_MULTIPLE", 16)
     (x, w), (x_t, w_t), labels = draw(where, torch.float32, rows=90)
@@ -204,6 +217,7 @@ def test_chunks_named_rows_padding_bias_lora_and_items(where, limit):
         assert relative_error(one.grad, other.grad) < 2e-5
 
 
+@pytest.mark.plain("kernel-none")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_token_impossible_under_the_teacher(where, reduction):
     """The reverse KL is inf at the rows whose K hold it, and every gradient is finite; the forward KL is finite."""
@@ -221,6 +235,7 @@ def test_a_token_impossible_under_the_teacher(where, reduction):
         assert torch.equal(infinite, expected & (direction == "reverse"))
 
 
+@pytest.mark.plain("specification-True")
 @pytest.mark.parametrize("grad", [True, False])
 def test_statistics_equal_their_definitions(where, grad):
     (x, w), teacher, labels = draw(where, torch.float32)

@@ -14,6 +14,7 @@ from distill.recipe.loss import Loss
 ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
 
 
+@pytest.mark.plain("served", "informed", "launched")
 @pytest.mark.parametrize("name", ["served", "hidden", "informed", "kept", "launched"])
 def test_every_hidden_state_teacher_supports_it(name, subject_of):
     subject = replace(subject_of(name), loss=Loss.model_validate(STUDENT_TOP_K))
@@ -29,7 +30,7 @@ def test_a_cache_of_k_tokens_is_refused(subject_of):
         subject.objective()
 
 
-@pytest.mark.plain("bucket-routed_answering")
+@pytest.mark.full
 @pytest.mark.parametrize("make", [routed_answering, answering, informed_answering])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_every_invariant_holds_of_it_on_the_students_answers(make, tail):

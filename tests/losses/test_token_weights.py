@@ -129,10 +129,7 @@ def our_loss(subject, form, **more):
     return output, gradients_of(subject.student)
 
 
-@pytest.mark.plain(
-    *[f"gamma-{name}" for name in ("one", "several", "across", "informed", "routed across", "routed top k", "hidden")],
-    *[f"window-{name}" for name in ("drawing", "student top k", "routed", "several informed", "bucket", "served")],
-)
+@pytest.mark.plain("gamma-one", "window-routed", "window-served", "gamma-hidden", "window-bucket", "gamma-informed")
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     "form",
@@ -176,6 +173,7 @@ TERMS = {
 }
 
 
+@pytest.mark.plain("discounted policy gradient", "hidden states")
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_beside_the_fused_ones_are_weighted(name, subject_of, without):
     kind, terms = TERMS[name]
@@ -196,6 +194,7 @@ def weighted(subject, form=MEAN):
     return replace(subject, loss=loss)
 
 
+@pytest.mark.plain("one-packing_changes_nothing", "across-packing_changes_nothing", "routed-packing_changes_nothing")
 @pytest.mark.parametrize("check", [packing_changes_nothing, padding_changes_nothing])
 @pytest.mark.parametrize("name", ["one", "across", "routed"])
 def test_packing_and_padding_change_no_weight(name, check, subject_of):
@@ -250,12 +249,14 @@ def test_a_step_does_not_depend_on_its_micro_batches(name, form, subject_of, tmp
         torch.testing.assert_close(ends[0][name].double(), -gradient, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.plain("none")
 @pytest.mark.parametrize("form", [{"gamma": 0.5, "window": [-3, None]}, MEAN], ids=["none", "mean"])
 def test_a_resumed_run_is_the_same_to_the_bit(form, subject_of):
     finding = resume_is_exact(weighted(subject_of("one"), form))
     assert finding.passed, finding
 
 
+@pytest.mark.full
 def test_two_processes_make_the_step_of_one(subject_of):
     finding = ranks_change_nothing(weighted(subject_of("one")))
     assert finding.passed, finding

@@ -91,6 +91,14 @@ def inputs(kind):
     return given
 
 
+@pytest.mark.plain(
+    "LORA-adapter first",
+    "OFT-adapter first",
+    "LOKR-adapter first",
+    "VBLORA-adapter first",
+    "ADALORA-adapter first",
+    "HRA-adapter first",
+)
 @pytest.mark.parametrize("order", ["adapter first", pytest.param("patch first", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_patched_model_computes_what_peft_does(kind, order):
@@ -108,6 +116,7 @@ def test_a_patched_model_computes_what_peft_does(kind, order):
     assert_same_step(model, original, **inputs(kind))
 
 
+@pytest.mark.plain("rslora-patch first", "bias-adapter first", "dropout-patch first")
 @pytest.mark.parametrize("order", ["adapter first", "patch first"])
 @pytest.mark.parametrize("variant", LORA_VARIANTS)
 def test_variants_of_lora_too(variant, order):

@@ -64,6 +64,7 @@ def head_outputs():
     return of
 
 
+@pytest.mark.plain("llama", "granite", "gpt2")
 @pytest.mark.parametrize("kind", TWISTS)
 def test_the_loss_is_the_models_own_and_no_logits_are_made(kind, head_outputs):
     model = tiny_model(kind=kind, **TWISTS[kind])
@@ -286,6 +287,7 @@ def test_loading_info_is_returned_with_the_model(tmp_path):
     assert not info["missing_keys"] and model.get_output_embeddings() is not None
 
 
+@pytest.mark.plain("1")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_trainer_learns_and_evaluates_the_same(tmp_path, accumulate, head_outputs):
     rows = [

@@ -21,19 +21,7 @@ MASKS = {
 }
 
 
-@pytest.mark.plain(
-    "llama-none",
-    "llama-right",
-    "llama-left",
-    "llama-both",
-    "llama-gap",
-    "llama-ones",
-    "mistral-right",
-    "qwen3-left",
-    "gemma3_text-both",
-    "gemma3_text-gap",
-    "gpt2-ones",
-)
+@pytest.mark.plain("llama-left", "llama-gap", "qwen3-left", "gpt2-ones")
 @pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma3_text", "gpt2"])
 def test_padding_takes_our_attention_with_the_same_numbers(kind, form, caplog):

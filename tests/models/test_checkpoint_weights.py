@@ -132,7 +132,7 @@ def trainer(folder, kind, lora=None, **settings):
     )
 
 
-@pytest.mark.plain("gemma3 with vision", "mixtral")
+@pytest.mark.plain("mixtral")
 @pytest.mark.parametrize("kind", [*FAMILIES, "gemma3 with vision"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind):
     whole = trainer(tmp_path / "whole", kind, save_strategy="steps", save_steps=2)
@@ -157,6 +157,7 @@ generate: {prompts: []}
 """
 
 
+@pytest.mark.full
 def test_a_run_of_a_mixture_of_experts_from_start_to_export(tmp_path, monkeypatch, capsys):
     """Stopped half way, resumed, verified and exported: the weights of a run that went through."""
     monkeypatch.chdir(tmp_path)

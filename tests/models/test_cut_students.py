@@ -53,6 +53,7 @@ def logits(model):
         return model(input_ids=torch.arange(3, 35)[None], use_cache=False).logits
 
 
+@pytest.mark.plain("gemma3n_text-[2, 3, 5]", "gemma4_text-[0, 2, 3, 4, 5]")
 @pytest.mark.parametrize(
     "kind, keep",
     [
@@ -129,6 +130,12 @@ def drawn(family, **more):
         return AutoModelForCausalLM.from_config(tiny_config(family, **more)).eval()
 
 
+@pytest.mark.plain(
+    "gemma4_text-[0, 2, 3]-{}",
+    "lfm2_moe-[2, 3]-{}",
+    "glm_moe_dsa-[2, 3]-{'indexer_types': ['full', 'shared', 'full', 'shared']}",
+    "minicpm3-[0, 2, 3]-{}",
+)
 @pytest.mark.parametrize(
     "family, keep, more",
     [

@@ -137,6 +137,7 @@ def test_the_objective_alone_gives_each_document_its_loss(kind, side):
     assert student(**objective.student_inputs(packed, num_items=1))["loss"].item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.plain("phi3-True-right", "phi3-False-right", "phimoe-True-right", "phimoe-False-right")
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("layers", [True, False])
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-@pytest.mark.plain("qwen3")
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_a_family_holds(name, tmp_path):
     assert checks.examine(name, tmp_path)["failed"] == []

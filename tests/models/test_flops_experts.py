@@ -27,6 +27,7 @@ ROWS = 2
 LENGTH = 16
 
 
+@pytest.mark.plain("qwen2_moe", "gpt_oss", "ernie4_5_moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_a_tokens_own_experts_are_counted(family):
     """Eager experts multiply each expert's tokens alone, so PyTorch counts what is computed."""
@@ -45,6 +46,7 @@ def test_only_a_tokens_own_experts_are_counted(family):
     assert "active per token" in parameters_text([shape])
 
 
+@pytest.mark.full
 def test_layers_that_differ_are_counted_by_the_widest():
     """Transformers refuses `num_attention_heads` of such a configuration as a whole."""
     assert attention_sizes(tiny_config("dots3_note_text")) == (64, 64, 256)

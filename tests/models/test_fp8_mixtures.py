@@ -147,6 +147,7 @@ def test_experts_in_16_bits_are_given_back_one_layer_after_another(patched):
         assert relative_error(model(input_ids=ids, use_cache=False).logits, expected) < 0.02
 
 
+@pytest.mark.plain("[]")
 @pytest.mark.parametrize("skip", [[], ["1.mlp"], [0, "2.mlp.experts"]])
 def test_a_mixture_quantised_layer_by_layer_is_the_same(tmp_path, skip):
     section = LocalTeacherConfig(model=str(save_tiny(tmp_path, mixture("qwen3_moe"))), dtype="fp8", fp8_skip=skip)

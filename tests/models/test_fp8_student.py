@@ -216,6 +216,7 @@ def workplace(tmp_path, monkeypatch):
         tiny_model(seed=seed, hidden=64).config.save_pretrained(tmp_path / name)
 
 
+@pytest.mark.full
 def test_an_fp8_run_trains_alike_reports_its_cost_and_resumes(workplace, capsys):
     plain = run(parse(RECIPE, ["student.compute=auto"], name="plain"))
     capsys.readouterr()

@@ -284,6 +284,7 @@ def test_fingerprints_see_the_weights_in_fp8():
     assert len(marks | {fingerprint(one)}) == 4
 
 
+@pytest.mark.full
 def test_probe_reports_fp8_error_without_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "teacher", tiny_model(tiny_tokenizer(), hidden=64), tiny_tokenizer())

@@ -169,6 +169,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.plain("hook", "forward", "dtypes", "activation", "scale")
 @pytest.mark.parametrize("how", SPOILED)
 def test_unsupported_models_run_unfused_with_the_reason_logged(kernel_device, how, caplog):
     if kernel_device.type == "cuda":
@@ -203,6 +204,7 @@ def test_other_families_run_as_they_are(kernel_device, kind):
     assert step_of(tiny_model(kind=kind, **more.get(kind, {}))) is None
 
 
+@pytest.mark.full
 def test_fused_decoding_is_used_on_measured_families(kernel_device, hardware, limit):
     """One line of a table turns them on; more rows than kernels take, and `fused=False`, leave them out."""
     if kernel_device.type == "cuda":

@@ -33,6 +33,7 @@ def warnings(caplog):
     return lambda: [record.message for record in caplog.records if WORDS in record.message]
 
 
+@pytest.mark.full
 def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, fault, warnings):
     fault.setattr(fused_step, "fused_support", fail)
     model = model_on(kernel_device)
@@ -42,6 +43,7 @@ def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, f
     assert len(warnings()) == 1
 
 
+@pytest.mark.full
 def test_failures_after_the_layers_are_handled(kernel_device, fault, warnings):
     """The head's kernel, which fails at the first step: slots are as they were, and no other slots try it."""
     loop = loop_of(model_on(kernel_device))

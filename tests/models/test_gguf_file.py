@@ -62,6 +62,12 @@ def test_a_header_is_read_once_until_the_file_changes(tmp_path, monkeypatch):
     assert len(read) == 2
 
 
+@pytest.mark.plain(
+    "llama-{'tie': True}",
+    "qwen2-{'tie': False}",
+    "qwen3-{'tie': True, 'head_dim': 24, 'hidden': 40}",
+    "mistral-{'tie': False, 'sliding_window': None}",
+)
 @pytest.mark.parametrize(
     "kind, more",
     [

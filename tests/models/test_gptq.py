@@ -69,6 +69,7 @@ def test_columns_of_which_nothing_is_known_are_rounded_to_nearest():
     torch.testing.assert_close(compensate(weight, diagonal, form, scales), weight, msg="nothing to make up by")
 
 
+@pytest.mark.plain("llama")
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
 def test_a_model_is_rounded_layer_by_layer(kind):
     model = tiny_model(seed=1, hidden=64, kind=kind)

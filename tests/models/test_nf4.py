@@ -107,6 +107,7 @@ def test_outputs_are_those_of_the_dequantised_weights(base):
     assert (logits(dense) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
 
 
+@pytest.mark.plain("{}", "{'rslora': True}")
 @pytest.mark.parametrize("more", [{}, {"dora": True}, {"rslora": True}, {"head": True}], ids=str)
 def test_gradients_of_adapters_are_those_over_the_dequantised_weights(base, more):
     student, dense = student_of(base, **more)
@@ -156,6 +157,7 @@ def test_a_run_trains_saves_and_resumes_to_the_bit(workplace, capsys):
     assert adapter.keys() == again.keys() and all(torch.equal(adapter[name], again[name]) for name in adapter)
 
 
+@pytest.mark.full
 def test_the_merged_student_is_what_was_trained(workplace, tmp_path):
     """From the run, from its checkpoint, and from an adapter that was saved alone."""
     folder = trained("both", "train.save_every=6").folder
@@ -195,7 +197,7 @@ RUNS = {
 }
 
 
-@pytest.mark.plain("teacher too", "cut from a teacher")
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS.keys())
 def test_other_runs_learn(workplace, overrides):
     result = trained("tiny", *overrides)
@@ -229,7 +231,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.plain("pissa", "dora over nf4")
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "more"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_of_adapters_are_resumed_and_merged(workplace, dtype, more):
     """Held against PEFT, which loads the adapter over the base that it was trained on."""
@@ -253,6 +255,7 @@ def test_variants_of_adapters_are_resumed_and_merged(workplace, dtype, more):
 # ---------------------------------------------------------------- plans
 
 
+@pytest.mark.full
 def test_an_8b_student_in_4_bits_fits_24_gb():
     """By arithmetic: 6.98 G linear weights of 4.127 bits, and 1.05 G of 16 bits."""
     card = find_device("24GB")

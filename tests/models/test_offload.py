@@ -188,6 +188,7 @@ class Runtime:
         del self.pinned[pointer]
 
 
+@pytest.mark.plain("2")
 @pytest.mark.parametrize("most", [5, 2])
 def test_host_memory_is_pinned_where_it_lies_and_given_back(most, monkeypatch, caplog):
     runtime, waited = Runtime(most), []
@@ -261,6 +262,7 @@ def test_training_against_it_is_the_same_bit_for_bit(tmp_path, lora):
     assert all(torch.equal(value, after[1][0][name]) for name, value in after[0][0].items())
 
 
+@pytest.mark.full
 def test_an_offloaded_run_logs_it_and_gives_the_same_result(workplace, capsys):
     plain = run(recipe(), name="plain")
     assert "offload" not in capsys.readouterr().out

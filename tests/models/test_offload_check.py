@@ -70,6 +70,7 @@ def test_check_offers_it_with_what_it_saves_and_crosses():
         assert not any(label.startswith("teacher.offload") for label, _, _ in looked_at(given, gpu="24GB").advice)
 
 
+@pytest.mark.full
 def test_an_offloaded_teacher_is_never_sharded():
     few = {"name": "llama3-70b-to-8b-lora", "gpus": 2}
     assert "teacher sharded" in looked_at(**few).strategy

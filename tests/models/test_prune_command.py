@@ -65,6 +65,7 @@ def test_the_divergence_is_that_of_all_logits():
     assert found == pytest.approx(float(expected.sum(-1).mean()), rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_best_shape_is_written_and_runs(workplace, capsys):
     assert run_command(["prune", "tiny.yaml", "--to", "0.6", "--output", "small.yaml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -84,6 +85,7 @@ def test_the_best_shape_is_written_and_runs(workplace, capsys):
     assert "--output: expected a file in an existing folder, but no does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_share_of_the_time_is_measured(workplace, capsys, monkeypatch, limit, watch):
     """The clock is the machine's; here a forward takes as many seconds as there are layers."""
     limit.setattr(prune_candidates, "PROPORTIONS", {"depth": {"layers": 1.0}})

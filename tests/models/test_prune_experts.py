@@ -88,7 +88,7 @@ def without_experts(model, kept, monkeypatch):
         return logits(model)
 
 
-@pytest.mark.plain("gpt_oss", "mixtral", "jamba")
+@pytest.mark.plain("mixtral")
 @pytest.mark.parametrize("family", [*SOFTMAX, *SIGMOID])
 def test_dropped_experts_are_as_if_no_token_were_routed_to_them(family, tmp_path, monkeypatch):
     teacher = drawn(family)
@@ -129,6 +129,7 @@ def test_the_experts_with_the_largest_router_weights_stay():
     assert len({tuple(kept) for kept in chosen.values()}) > 1, "each layer by its own router"
 
 
+@pytest.mark.plain("glm4_moe")
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_each_group_keeps_as_many_experts(family, monkeypatch):
     """Groups are neighbours: a student's groups are what stays of its teacher's."""
@@ -216,6 +217,7 @@ def weights(name):
     return AutoModelForCausalLM.from_pretrained(Path("runs", name, "student")).state_dict()
 
 
+@pytest.mark.full
 def test_a_mixture_is_pruned_and_trained_and_resumed_to_the_bit(place, capsys):
     whole = run(parse(RECIPE, [], name="tiny"), name="whole")
     assert "experts 3" in capsys.readouterr().out

@@ -102,6 +102,7 @@ def test_loss_of_a_quantised_teacher_equals_that_of_its_logits(folder, tmp_path)
     assert ours == pytest.approx(each[batch["labels"][0, 1:] != -100].mean().item(), rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_whole_run_with_it(workplace, capsys):
     saved(workplace / "bitnet", BITNET | {"modules_to_not_convert": ["lm_head"]})
     result = run(run_recipe("teacher.model=bitnet", "student={model: student}"))
@@ -275,6 +276,7 @@ def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):
     assert report.memory.parts["teacher"] == 2 * shape.parameters - saved_bytes
 
 
+@pytest.mark.full
 def test_check_reports_quantised_models_that_cannot_be_used(workplace):
     saved(workplace / "few", GPTQ)
     for overrides, message in (

@@ -37,7 +37,7 @@ def save_quantised(folder, name, learned=True, scale=0.85, **more):
     return model
 
 
-@pytest.mark.plain("q4_k-llama-types3", "q8_0-llama-types1", "q4_0-qwen2-types2")
+@pytest.mark.plain("q4_0-qwen2-types2")
 @pytest.mark.parametrize(
     "name, kind, types",
     [
@@ -73,6 +73,7 @@ def test_other_types_of_a_quantised_student_are_rounded_and_say_so(tmp_path):
     assert not summary.exact and 0 < summary.kl < 1e-2
 
 
+@pytest.mark.plain("q4_0-64")
 @pytest.mark.parametrize("type, hidden", [("q4_0", 64), ("q4_k_m", 128)])
 def test_an_untrained_student_is_rounded_as_a_converter_does(tmp_path, type, hidden):
     tokenizer = tiny_tokenizer(300)
@@ -227,7 +228,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.plain("int4_g32", "fp8")
+@pytest.mark.plain("fp8")
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
     student = train(format)
@@ -292,6 +293,7 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert "exists and is not an empty folder" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("methods", [[None], pytest.param(["importance", "nearest"], marks=pytest.mark.full)])
 def test_every_format_is_rounded_by_every_method_that_it_has(tmp_path, monkeypatch, methods, capsys):
     """And packed where there is a file of it; what cannot be is refused in the test above."""

@@ -154,7 +154,7 @@ def differing(ours, theirs):
     return [key for key, value in theirs.items() if not torch.equal(ours[key], value)]
 
 
-@pytest.mark.plain("q4_0", "int8")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_shards_hold_the_bits_of_one_process(workplace, monkeypatch, case):
     monkeypatch.chdir(workplace)
@@ -165,7 +165,7 @@ def test_shards_hold_the_bits_of_one_process(workplace, monkeypatch, case):
     assert trained >= {key for key in tensors(whole / "checkpoint-4") if key[1].startswith("master.")}
 
 
-@pytest.mark.plain("q4_0", "int8")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_shards_end_with_the_same_bits(workplace, case):
     for part in ("checkpoint-4", "student"):
@@ -180,6 +180,7 @@ def values_of(folder):
     return {name: (each.dtype, each.contiguous().view(torch.uint8).tolist()) for name, each in packed.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case, source, how, tensor",
     [
@@ -227,6 +228,7 @@ def test_states_are_written_and_read_by_any_number_of_processes(tmp_path):
             assert torch.equal(found[key], expected[key]), (name, key)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "adapters, expected", [("null", "fsdp"), pytest.param("{r: 16}", "ddp", marks=pytest.mark.full)]
 )

@@ -275,7 +275,7 @@ def check_student(folder):
 LORA = "student.lora={r: 4, targets: all-linear}"
 
 
-@pytest.mark.plain("learned-[]", "absmax-[]")
+@pytest.mark.plain("absmax-[]")
 @pytest.mark.parametrize("scales, more", [("learned", []), ("learned", [LORA, "data.packing=true"]), ("absmax", [])])
 def test_a_run_saves_the_file_it_trained_and_resumes_to_the_bit(workplace, scales, more, capsys):
     settings = [f"student.quantise.scales={scales}", *more]

@@ -36,6 +36,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_run_writes_its_file_and_names_the_command_where_llama_cpp_is_missing(place, monkeypatch, capsys):
     monkeypatch.setenv("DISTILL_ENGINES", str(place / "none"))
     monkeypatch.setenv("COLUMNS", "400")
@@ -80,7 +81,7 @@ def test_no_teacher_is_needed_where_no_tokens_are_written(setting):
     parse(RECIPE, [setting, "student={model: x}", "stages=[]", "export.tokens=0"])
 
 
-@pytest.mark.plain("teacher.model=unnamed-has no name in the format")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "setting, message",
     [

@@ -229,7 +229,7 @@ def test_outputs_belong_to_the_given_tensor():
     assert shared == 3  # a module that left one is not asked again
 
 
-@pytest.mark.plain("False")
+@pytest.mark.full
 @pytest.mark.parametrize("autocast", [True, False])
 def test_nothing_is_kept_without_gradients_or_while_compiling(autocast):
     model = model_of(torch.float32)

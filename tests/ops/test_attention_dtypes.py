@@ -30,7 +30,7 @@ WAYS = {
 }
 
 
-@pytest.mark.plain("plain float32 autocast-llama", "patched bfloat16 lora-window")
+@pytest.mark.plain("plain float32 autocast-llama")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("patched, weights, autocast, lora", WAYS.values(), ids=WAYS)
 def test_generation_and_forward_take_every_mix_of_dtypes(kernel_device, kind, patched, weights, autocast, lora, watch):

@@ -55,15 +55,7 @@ def check(shape, dtype, device, options, parts):
     assert relative_error(lse, exact_lse) < 2e-6
 
 
-@pytest.mark.plain(
-    "2-causal",
-    "2-window",
-    "2-soft cap",
-    "2-documents, window, soft cap",
-    "7-full",
-    "7-window, both sides",
-    "7-documents",
-)
+@pytest.mark.plain("2-causal", "2-soft cap", "7-full", "7-documents")
 @pytest.mark.parametrize(*pairwise({"parts": [2, 7], "mask": MASKS}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, parts):
     check((1, 2, 1, 70, 70, 16), torch.bfloat16, kernel_device, MASKS[mask], parts)

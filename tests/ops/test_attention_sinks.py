@@ -78,15 +78,7 @@ def check(shape, dtype, device, sinks_dtype=None, **options):
     assert error <= SLACK * theirs + FLOOR[dtype], f"dsinks: error {error:.3e}, torch's {theirs:.3e} ({dtype})"
 
 
-@pytest.mark.plain(
-    "causal-torch.float32",
-    "full-torch.bfloat16",
-    "window-torch.float16",
-    "window, both sides-torch.float32",
-    "window of two-torch.bfloat16",
-    "soft cap-torch.float16",
-    "all-torch.float32",
-)
+@pytest.mark.plain("causal-torch.float32", "window-torch.float16", "window of two-torch.bfloat16", "all-torch.float32")
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 4, 2, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
@@ -121,6 +113,7 @@ def test_sinks_of_another_dtype(kernel_device):
     check((1, 4, 2, 40, 40, 16), torch.bfloat16, kernel_device, sinks_dtype=torch.float32)
 
 
+@pytest.mark.plain("2-causal", "5-causal")
 @pytest.mark.parametrize("options", [{}, {"documents": DOCUMENTS, "window": 5}], ids=["causal", "documents, window"])
 @pytest.mark.parametrize("parts", [2, 5])
 def test_keys_in_parts_count_a_sink_once(kernel_device, parts, options):
@@ -181,6 +174,7 @@ def test_the_references_gradient_is_the_definitions(name):
     assert max(relative_error(a, b) for a, b in zip(given, exact, strict=True)) < 1e-12
 
 
+@pytest.mark.full
 def test_gradients_repeat_to_the_bit(kernel_device):
     q, k, v, dout = draw((1, 4, 2, 70, 70, 16), torch.bfloat16, kernel_device)
     sinks = sinks_of(4, torch.bfloat16, kernel_device)
@@ -195,7 +189,7 @@ def test_gradient_of_sinks_alone(kernel_device):
     assert torch.equal(alone, gradients(ours(masking), q, k, v, sinks, dout)[-1])
 
 
-@pytest.mark.plain("False")
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True])
 def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)

@@ -83,6 +83,7 @@ def test_inputs_without_rows_are_fine(kernel_device):
     assert dx.shape == (0, 16) and not dbias.any()
 
 
+@pytest.mark.full
 def test_op_passes_opcheck_and_compiles(kernel_device):
     x, bias = (tensor.requires_grad_() for tensor in make(kernel_device, 5, 48, torch.float32))
     torch.library.opcheck(torch.ops.distill.bias_gelu_forward.default, (x, bias, "gelu"))

@@ -49,9 +49,7 @@ def both(index, tensors, settings):
     return found
 
 
-@pytest.mark.plain(
-    "odd sizes-biases-torch.float32", "odd sizes-gpt-oss-torch.bfloat16", "one token-concatenated-torch.bfloat16"
-)
+@pytest.mark.plain("one token-concatenated-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "case, form",
@@ -65,7 +63,7 @@ def test_values_equal_the_reference(kernel_device, case, form, dtype):
     assert_as_good_as_torch(y, loose, exact, dtype, "y")
 
 
-@pytest.mark.plain("kernel-gpt-oss", "specification-concatenated")
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["concatenated", "gpt-oss"])
 def test_weights_in_e4m3_are_multiplied_as_they_are(where, form):
     index, (x, weights, gate_up, down, *biases), settings = make(where, "sixteens", form, torch.bfloat16)
@@ -86,6 +84,7 @@ def test_weights_in_e4m3_are_multiplied_as_they_are(where, form):
     assert relative_error(y.double(), exact) < (3e-3 if runs_on_triton(x) else 8e-3)
 
 
+@pytest.mark.full
 def test_a_residual_and_strided_rows(kernel_device):
     index, (x, weights, *rest), settings = make(kernel_device, "odd sizes", "biases", torch.float32)
     residual = draw(*x.shape, dtype=x.dtype, device=kernel_device, seed=8)

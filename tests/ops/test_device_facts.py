@@ -93,7 +93,7 @@ def test_environment_variable_forces_a_family(gpu, monkeypatch, caplog):
         gpu((9, 0))
 
 
-@pytest.mark.plain("16-{}", "20-{'packed': True}")
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 5.0}, {"packed": True}], ids=str)
 @pytest.mark.parametrize("size", [16, 20])
 def test_attention_through_pointers_equals_that_by_tma(kernel_device, monkeypatch, size, options):

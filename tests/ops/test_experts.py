@@ -59,6 +59,15 @@ def make(device, case, form, dtype):
     return tensors, with_index(experts), with_index(reference_experts)
 
 
+@pytest.mark.plain(
+    "odd sizes-biases-torch.bfloat16",
+    "odd sizes-gpt-oss-torch.float32",
+    "odd sizes-interleaved-torch.bfloat16",
+    "odd sizes-gelu_tanh, transposed-torch.float32",
+    "more experts than tokens-concatenated-torch.float32",
+    "one token-concatenated-torch.bfloat16",
+    "one expert of each-concatenated-torch.float32",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case, form", [*[(c, "concatenated") for c in CASES], *[("odd sizes", f) for f in FORMS]])
 def test_values_and_gradients_equal_the_reference(kernel_device, case, form, dtype):
@@ -109,6 +118,7 @@ def test_a_residual_is_added_before_rounding(kernel_device):
     check_layer(ours, reference, (residual, *inputs), torch.bfloat16)
 
 
+@pytest.mark.full
 def test_kept_rows_change_nothing(kernel_device):
     inputs, _, _ = make(kernel_device, "odd sizes", "concatenated", torch.float32)
     index = permuted_index(kernel_device)
@@ -125,6 +135,7 @@ def permuted_index(device):
     return torch.rand(37, 5, generator=torch.Generator().manual_seed(9)).topk(3).indices.to(device)
 
 
+@pytest.mark.full
 def test_op_passes_opcheck_and_compiles(kernel_device):
     inputs, ours, _ = make(kernel_device, "odd sizes", "biases", torch.float32)
     x, weights, *rest = [tensor.requires_grad_() for tensor in inputs]

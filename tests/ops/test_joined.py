@@ -136,7 +136,7 @@ def assert_same(got, right, tolerance):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.plain("False-False")
+@pytest.mark.full
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):
@@ -175,6 +175,7 @@ def test_a_teacher_computes_sibling_layers_by_one_gemm():
             assert torch.equal(decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state, hidden)
 
 
+@pytest.mark.full
 def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
     models = [ready(join=join)[0] for join in (True, False)]
     optimizers = [FusedAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0) for model in models]
@@ -201,6 +202,7 @@ def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
     assert torch.equal(mlp.up_proj.weight, models[1].model.layers[0].mlp.up_proj.weight)
 
 
+@pytest.mark.full
 def test_a_copy_of_a_joined_student_has_its_own_joined_weights(hardware):
     hardware.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
     model, _ = ready()

@@ -77,7 +77,7 @@ def test_several_rows_a_program_and_determinism(kernel_device, hardware):
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
-@pytest.mark.plain("4 rows")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config", [RowConfig(4, 1, programs=1, stages=2), RowConfig(1, 4, programs=1, stages=3)], ids=["4 rows", "1 row"]
 )
@@ -109,6 +109,7 @@ def test_inputs_without_rows_are_fine(kernel_device):
     assert gradients[0].shape == (0, 16) and not gradients[1].any() and not gradients[2].any()
 
 
+@pytest.mark.full
 def test_op_passes_opcheck_and_compiles(kernel_device):
     inputs = [tensor.requires_grad_() for tensor in make(kernel_device, 5, 48, torch.float32)]
     torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5))

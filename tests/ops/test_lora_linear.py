@@ -81,6 +81,7 @@ def test_a_second_backward_raises():
         loss.backward()
 
 
+@pytest.mark.full
 def test_layer_compiles_as_one_graph():
     torch._dynamo.reset()
     x, w, c, a, b = draw(6, 8, 4, 2, torch.float32, True)
@@ -188,6 +189,7 @@ def test_activations_are_kept_once():
     assert theirs - ours >= 256 * 2 * fewer * config.num_hidden_layers
 
 
+@pytest.mark.full
 def test_other_adapters_are_left_to_peft():
     model = student(dropout=0.5)
     patch(model, "student", attention=None)

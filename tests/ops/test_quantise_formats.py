@@ -14,6 +14,7 @@ from distill_kernels.quantisation.formats import (
     reference_quantise,
 )
 from distill_kernels.quantisation.number_format import Scales
+from grids import pairwise
 from layer_checks import DTYPES, poisoned_memory
 
 from distill.reports.llama_cpp import folder as llama_cpp_folder
@@ -167,10 +168,16 @@ def test_no_other_code_is_nearer(name):
         assert (error <= least + slack * (given is None and not form.rounds_by_stored) + 1e-6 * w.abs()).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows, columns", [(1, 256), (5, 768), (130, 64), (3, 1056)])
+@pytest.mark.parametrize(
+    *pairwise(
+        {
+            "dtype": DTYPES,
+            "given": [False, True],
+            "name": FORMATS,
+            "rows, columns": [(1, 256), (5, 768), (130, 64), (3, 1056)],
+        }
+    )
+)
 def test_kernel_has_the_bits_of_its_reference(kernel_device, name, given, dtype, rows, columns):
     form = FORMATS[name]
     columns -= columns % ((form.block or 1) * form.unit)

@@ -215,6 +215,7 @@ def test_every_program_of_backward_takes_several_rows(kernel_device, hardware):
         check_layer(rms_norm, reference_rms_norm, make(kernel_device, 45, 33, dtype, "llama"), dtype)
 
 
+@pytest.mark.full
 def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device):
     x, weight = make(kernel_device, 5, 48, torch.float32, "llama")
     x.requires_grad_()

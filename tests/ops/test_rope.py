@@ -43,6 +43,7 @@ def test_rope_equals_its_reference(kernel_device, shape, shared, dtype):
     check_layer(rope, reference_rope, inputs, dtype, differentiate=GRADIENTS)
 
 
+@pytest.mark.plain("2-True", "16-True", "20-True")
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("rotary", [2, 16, 20])
 def test_partial_rotary_equals_its_reference(kernel_device, rotary, projected):
@@ -111,6 +112,7 @@ def test_in_place_on_the_cpu(device):
     torch.testing.assert_close((q, k), expected)
 
 
+@pytest.mark.full
 def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device):
     q, k, cos, sin = make(kernel_device, (2, 4, 2, 5, 16), torch.float32)
     torch.library.opcheck(torch.ops.distill.rope.default, (q.requires_grad_(), k.requires_grad_(), cos, sin, False))

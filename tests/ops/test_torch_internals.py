@@ -54,6 +54,7 @@ def private_names(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_private_names_are_documented_or_have_a_fallback():
     for folder in ("distill", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -166,6 +166,7 @@ for shape in range(3):
 """
 
 
+@pytest.mark.full
 def test_concurrent_processes_agree_and_time_once(clock, tmp_path):
     environment = clean_environment()
     ranks = [Forked(["-c", AS_A_RANK], cwd=tmp_path, env=environment, stdout=PIPE) for _ in range(2)]

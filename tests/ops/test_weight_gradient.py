@@ -25,6 +25,7 @@ def summed(groups, rows, weight, vocab, *, fp32=False):
     return total.total, exact
 
 
+@pytest.mark.plain("300-64-torch.float16", "257-136-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab, hidden", [(300, 64), (128, 256), (257, 136)])
 def test_many_groups_round_as_one(kernel_device, dtype, vocab, hidden):
@@ -70,6 +71,7 @@ def test_a_row_that_is_not_finite_stays_alone(kernel_device):
     assert wrong.nonzero().flatten().tolist() == [7] and (total.total[~wrong] == 48).all()
 
 
+@pytest.mark.full
 def test_a_small_workspace_keeps_the_error_of_a_large_one(kernel_device, limit):
     limit.setattr(planning, "ROW_MULTIPLE", 16)
     x, w, x_t, w_t = realistic_heads(400, 300, 32, 48, dtype=torch.bfloat16, device=kernel_device)

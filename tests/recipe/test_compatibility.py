@@ -216,6 +216,7 @@ def test_a_property_that_nothing_requires_is_none():
     assert len(APART) <= 12
 
 
+@pytest.mark.full
 def test_every_requirement_is_met_by_one_recipe_and_missed_by_another():
     """No row of the table is dead: each property is found missing in a recipe of the product."""
     missed = set()

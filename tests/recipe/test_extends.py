@@ -62,6 +62,7 @@ def test_former_names_meet_the_present_ones_of_the_parent(tmp_path):
     assert load(write(tmp_path, base=base, child=child)["child"]).parallel.teacher_gpus == 2
 
 
+@pytest.mark.full
 def test_validate_prints_the_resolved_recipe_and_editors_know_a_child(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = write(tmp_path, child="extends: quickstart\ntrain: {steps: 3}\n")

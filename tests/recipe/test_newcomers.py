@@ -96,6 +96,7 @@ def folder(tmp_path, monkeypatch):
     return a_newcomers_folder(tmp_path)
 
 
+@pytest.mark.full
 def test_too_few_data_are_reported_with_a_step_that_fits(folder, capsys):
     assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
@@ -113,6 +114,7 @@ def test_too_few_data_are_reported_with_a_step_that_fits(folder, capsys):
     assert any(line.startswith("few data    a step of 65,536 tokens is more than all") for line in lines)
 
 
+@pytest.mark.full
 def test_a_config_that_another_model_left_behind_is_not_followed(folder, capsys, caplog):
     assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
     own = capsys.readouterr().out
@@ -204,6 +206,7 @@ def test_the_setting_that_is_advised_for_unknown_columns_learns_the_answer_alone
     assert tokenizer.decode(learned, skip_special_tokens=True).strip() == "It is so."
 
 
+@pytest.mark.full
 def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):
     given = ["train.epochs=1", "train.tokens_per_step=512", "teacher.dtype=float32"]
     assert run_command(["cache", "my.yaml", *given, "--top-k", "8", "--out", "kept"]) == 0
@@ -216,6 +219,9 @@ def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):
     assert "verdict" in printed and "top-k" in printed
 
 
+@pytest.mark.plain(
+    "def mine(s, t, labels):\\n    return s.sum()-expected a loss a row, a tensor of \\\\[\\\\d+\\\\], got \\\\[\\\\]"
+)
 @pytest.mark.parametrize(
     "code, told",
     [
@@ -277,6 +283,7 @@ def test_validate_refuses_lora_targets_that_match_nothing_where_the_architecture
     assert run_command(["validate", "my.yaml", "student.model=org/unknown", "student.lora={targets: [qproj]}"]) == 0
 
 
+@pytest.mark.full
 def test_inspect_shows_what_check_shows_of_the_data_and_equal_rows_are_counted(folder, capsys):
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()][:20]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows[:5], {"messages": []}]))
@@ -324,6 +331,7 @@ def test_chat_remembers_its_turns_and_ends_with_the_pipe(folder, monkeypatch, ca
     assert replies[0] != replies[1]
 
 
+@pytest.mark.full
 def test_chat_streams_the_response_of_generate_and_drops_old_turns(folder, monkeypatch, capsys):
     assert run_command(["generate", "small", "-p", "Hello", "--max-new-tokens", "8"]) == 0
     alone = capsys.readouterr().out.split("--- student\n")[1].strip()

@@ -17,6 +17,7 @@ NAMES = yaml.safe_load(Path(__file__).with_name("other_tool_arguments.yaml").rea
 OURS = {setting.name for setting in settings()}
 
 
+@pytest.mark.plain("TRL 1.16.0", "LLaMA-Factory 0.9.5", "KDFlow 62d216b9")
 @pytest.mark.parametrize("tool", NAMES)
 def test_every_argument_of_a_tool_has_an_answer(tool):
     unanswered = []

@@ -41,6 +41,7 @@ def logits(model, ids):
         return model.eval()(input_ids=torch.tensor([ids])).logits[0]
 
 
+@pytest.mark.full
 def test_a_lora_on_a_tied_head_changes_the_head_alone(place):
     """Merged, the head is the adapted one and the embedding the base's; adapter and merged model say the same."""
     tokenizer = tiny_tokenizer()
@@ -84,6 +85,7 @@ def test_added_tokens_keep_their_ids_and_rows_in_a_gguf_file(tmp_path):
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("teacher, student", [("bytes", "pieces"), ("pieces", "bytes"), ("bytes", "merged")])
 def test_answers_of_one_token_are_learned_across_tokenizers(place, teacher, student):
     """The response's token and the end are compared at their positions in either tokenizer."""

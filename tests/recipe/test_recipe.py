@@ -91,6 +91,7 @@ def test_one_teacher_or_several():
     assert parse(MINIMAL, ["teachers=[{model: a}]", "teacher="]).teacher.model == "a"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text, expected",
     [
@@ -261,6 +262,7 @@ def check(text: str, overrides: list[str]) -> None:
     assert parse(dump(recipe)) == recipe
 
 
+@pytest.mark.full
 @settings(max_examples=CASES // 3, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(st.tuples(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4), values), max_size=4))
 def test_fuzzed_trees_give_a_recipe_or_a_recipe_error(changes):
@@ -276,6 +278,7 @@ def test_fuzzed_trees_give_a_recipe_or_a_recipe_error(changes):
     check(yaml.safe_dump(tree, allow_unicode=True), [])
 
 
+@pytest.mark.full
 @settings(max_examples=CASES // 3, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(

@@ -175,6 +175,7 @@ def test_titles_are_not_the_line_for_editors():
     assert all(recipe.title and "schema" not in recipe.title for recipe in shipped.shipped_recipes())
 
 
+@pytest.mark.plain("['schema']")
 @pytest.mark.parametrize("command", [["settings", "train"], ["schema"]])
 def test_both_answer_without_torch_and_at_once(command):
     code = (

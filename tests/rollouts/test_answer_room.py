@@ -109,6 +109,7 @@ generate: {prompts: []}
 """
 
 
+@pytest.mark.full
 def test_a_run_with_short_answers_in_its_data_leaves_no_prompt_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})

@@ -87,6 +87,7 @@ def test_the_answer_of_a_chat_is_read_as_in_the_data(student, teacher):
     assert (again.ids[-1], again.teacher_ids[-1]) == (sides[0].closing(), sides[1].closing())
 
 
+@pytest.mark.plain("bytes-merged", "pieces-bytes", "plain pieces-pieces")
 @pytest.mark.parametrize("student, teacher", SIDES)
 def test_any_sampled_tokens_are_compared_at_common_bytes(student, teacher):
     """Random tokens: their bytes are no text as often as not, and characters are cut off."""
@@ -204,7 +205,7 @@ def figures(place):
         return figures_of(Golden(BASE), None)
 
 
-@pytest.mark.plain(", max_staleness: 1")
+@pytest.mark.full
 @pytest.mark.parametrize("more", [", max_staleness: 1", ", samples: 2"])
 def test_a_served_teacher_changes_no_bit(more, place, addressed):
     def recipe(teacher):
@@ -220,6 +221,7 @@ def test_the_student_learns_from_its_own_answers(figures):
     assert figures["after"]["forward_kl"] < figures["before"]["forward_kl"]
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bit_identical(place, figures):
     with alone(place) as folder:
         recipe = parse(BASE, ["train.save_every=2"], name="golden")
@@ -231,6 +233,7 @@ def test_a_resumed_run_is_bit_identical(place, figures):
         assert hash_of(run(recipe, name="golden", resume=True).folder / "student") == figures["weights"]
 
 
+@pytest.mark.full
 def test_accumulation_changes_nothing_but_rounding(place):
     """The answers of a step do not depend on its micro-batches, and the mean is over all its spans."""
     found = []
@@ -267,6 +270,7 @@ def test_the_same_tokenizer_gives_the_loss_of_one_tokenizer(place):
     assert found[0] == [pytest.approx(row, rel=1e-5) for row in found[1]]
 
 
+@pytest.mark.full
 def test_rollouts_are_written_by_span(place):
     from pyarrow import parquet
 
@@ -286,6 +290,7 @@ def test_rollouts_are_written_by_span(place):
         assert row["student_log_p"] == pytest.approx(row["sampled_log_p"], abs=1e-3)
 
 
+@pytest.mark.plain("prompts")
 @pytest.mark.parametrize("data", ["prompts", "chats"])
 def test_prompts_alone_and_chats_of_several_turns_are_answered(data, place):
     chats = [{"messages": chat(n)} for n in range(24)]

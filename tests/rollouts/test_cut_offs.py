@@ -78,6 +78,11 @@ def test_cut_offs_on_a_gpu_are_those_of_a_cpu():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.plain(
+    "DecodeLoop-Sampling(temperature=0.5, top_k=6, top_p=1.0, min_p=0.0)",
+    "DecodeLoop-Sampling(temperature=1.0, top_k=8, top_p=0.8, min_p=0.3)",
+    "TransformersEngine-Sampling(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0)",
+)
 @pytest.mark.parametrize("sampling", [Sampling(0.5, top_k=6), Sampling(1.0, top_p=0.5), Sampling(1.0, 8, 0.8, 0.3)])
 @pytest.mark.parametrize("engine", [DecodeLoop, TransformersEngine])
 def test_samples_follow_the_restricted_distribution(engine, sampling):
@@ -161,6 +166,7 @@ def test_another_sampling_is_another_run(tmp_path, monkeypatch):
         assert (now != before) == (change != "samples=1"), change
 
 
+@pytest.mark.full
 def test_the_command_draws_by_them(tmp_path, monkeypatch):
     """Keeping one token is greedy at any temperature, and files record the sampling settings."""
     import json

@@ -49,7 +49,7 @@ def ours(model, prompts, new, ends=(0,), **more):
     return DecodeLoop(model, EngineSettings(2, ends)).generate(prompts, max_new_tokens=new, **more)
 
 
-@pytest.mark.plain("llama", "smollm2", "gemma2", "gpt2")
+@pytest.mark.plain("llama", "gemma2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(kind):
     # transformers' mask for gemma2's eager attention overflows its float32 softmax where weights are float64
@@ -137,7 +137,7 @@ def test_patched_models_and_training_hooks_play_no_part():
     assert ours(model, PROMPTS, 12).tokens == expected
 
 
-@pytest.mark.plain("llama")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_kernels_give_the_same_tokens(kernel_device, kind):
     model = tiny_model(**KINDS[kind])
@@ -224,6 +224,7 @@ def test_a_real_model_gives_the_same_outputs(smollm2_folder):
     assert "Paris" in tokenizer.decode(found.tokens[0])
 
 
+@pytest.mark.full
 def test_a_model_on_triton_kernels_alone(kernel_device):
     from distill.models.patch.triton_only import linear_on_triton, use_triton_only
 
@@ -244,6 +245,10 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
         use_triton_only(tiny_model(intermediate_size=36))
 
 
+@pytest.mark.plain(
+    "llama-Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)",
+    "gpt2-Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)",
+)
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, 20, 0.9, 0.02)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_transformers_engine_draws_the_same_tokens_however_many_at_once(kind, sampling):

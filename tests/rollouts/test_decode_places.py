@@ -34,6 +34,7 @@ class Replayed(DecodeLoop):
         slots.graph = SimpleNamespace(replay=replay)
 
 
+@pytest.mark.plain("1")
 @pytest.mark.parametrize("limit", [1, STEPS_PER_REPLAY + 1, 4 * STEPS_PER_REPLAY - 1])
 def test_replays_of_several_tokens_end_where_single_ones_do(limit):
     """Without a token that ends answers all of them reach their limits, which no replay needs to end at."""
@@ -73,6 +74,7 @@ MANY = [[(7 * n + k) % 259 for k in range(1 + 5 * n % 11)] for n in range(13)]
 LIMITS = [3, 20, 1, 6, 17, 0, 9, 2, 4, 11, 1, 5, 8]
 
 
+@pytest.mark.plain("DecodeLoop")
 @pytest.mark.parametrize("way", [DecodeLoop, "replayed"])
 def test_finished_sequences_free_their_slots(way, steps):
     """Answers and their log-probabilities are those of each prompt alone, by fewer steps than batch after batch."""
@@ -93,7 +95,7 @@ def test_finished_sequences_free_their_slots(way, steps):
         assert 0 < len(steps) < 0.8 * in_batches(MANY, found.tokens, 4)
 
 
-@pytest.mark.plain("True")
+@pytest.mark.full
 @pytest.mark.parametrize("fused", [True, False])
 def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps):
     model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)

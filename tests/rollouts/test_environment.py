@@ -326,6 +326,7 @@ def recipe_of(*overrides):
     return parse(RUN, [*overrides, *plugin_override(Path("dice.py"))], name="golden")
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bit_identical_though_the_environment_is_random(folder):
     recipe = recipe_of("train.save_every=2")
     result = run(recipe, name="golden", plugin=Path("dice.py"))
@@ -340,9 +341,7 @@ def test_a_resumed_run_is_bit_identical_though_the_environment_is_random(folder)
     assert hash_of(run(recipe, name="golden", plugin=Path("dice.py")).folder / "student") != weights
 
 
-@pytest.mark.plain(
-    "[\"teacher.context={template: 'They are called {name}.', place: system}\"]", "['data.on_policy.store_every=2']"
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [

@@ -51,6 +51,7 @@ def alone(model, prompt, new=NEW):
     return ids[len(prompt) :]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_transformers(kind):
     plain = make(kind)
@@ -80,6 +81,7 @@ def test_greedy_tokens_are_those_of_transformers(kind):
     assert unaware.generate(PROMPTS, max_new_tokens=NEW).tokens != expected
 
 
+@pytest.mark.full
 def test_buffers_that_hold_earlier_sequences_are_right_too():
     plain, loop = make("phi3"), DecodeLoop(make("phi3"), EngineSettings(2, []))
     for count in (3, 8, 5):
@@ -87,6 +89,7 @@ def test_buffers_that_hold_earlier_sequences_are_right_too():
         assert loop.generate(PROMPTS[:count], max_new_tokens=NEW, batch_size=2).tokens == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["phi3", "llama"])
 def test_sampled_tokens_and_their_probabilities_go_on_across_the_change(kind):
     settings, seeds = EngineSettings(2, [250, 17], log_probs=True), [3, -4, 5, 66, 7, 8, 9, 10]
@@ -100,6 +103,7 @@ def test_sampled_tokens_and_their_probabilities_go_on_across_the_change(kind):
     assert max(map(len, whole.tokens)) > 14, "a sequence of three tokens outgrows the limit while it is sampled"
 
 
+@pytest.mark.full
 def test_a_patched_student_decodes_the_same():
     expected = [alone(make("phi3", torch.float32), prompt) for prompt in PROMPTS]
     model = make("phi3", torch.float32)

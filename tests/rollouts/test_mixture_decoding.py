@@ -29,7 +29,7 @@ def own_responses(model):
     return found
 
 
-@pytest.mark.plain("qwen3_moe")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe"])
 def test_greedy_responses_are_those_of_transformers(name, watch):
     model = mixture(name, "cpu")

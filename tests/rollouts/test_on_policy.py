@@ -144,6 +144,7 @@ def same_run(expected, got):
         torch.testing.assert_close(got[0][name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_batches_accumulation_and_ranks_change_neither_metrics_nor_weights(tmp_path):
     expected = two_steps_of_eight(tmp_path, 8, 1)
     assert 0 < sum(count for count, *_ in expected[1]) < 16
@@ -214,6 +215,7 @@ def test_packed_rows_of_few_lengths(multiple, length):
     assert torch.equal(added, torch.arange(len(added)))
 
 
+@pytest.mark.plain("1-plain", "2-plain")
 @pytest.mark.parametrize("shape", ["plain", "packed"])
 @pytest.mark.parametrize("samples", [1, 2])
 def test_one_row_holds_all_documents(shape, samples):

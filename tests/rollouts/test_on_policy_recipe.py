@@ -37,6 +37,7 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, unr
         run(parse(RECIPE, ["data.source=plain.txt"]))
 
 
+@pytest.mark.full
 def test_check_counts_the_kv_cache_of_rollouts(workplace):
     from distill.planning.devices import find_device
     from distill.planning.memory import step_memory

@@ -89,6 +89,7 @@ def test_replies_belong_to_their_calls_also_after_a_fork(tmp_path):
         assert function(inputs) == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.full
 def test_a_large_request_to_a_process_that_reads_nothing_has_the_same_time_limit(tmp_path):
     """The pipe holds 64 KiB: writing more waits for a reader."""
     body = "import time\ntime.sleep(0.5)\ndef mine(p, a, r):\n    time.sleep(60)\n"
@@ -136,6 +137,7 @@ def mine(p, a, r):
 """
 
 
+@pytest.mark.full
 def test_the_processes_of_a_function_end_with_a_run_that_is_killed(tmp_path):
     (tmp_path / "mine.py").write_text(ENDLESS)
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path)

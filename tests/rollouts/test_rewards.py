@@ -126,6 +126,12 @@ def test_figures_are_means_over_answers_and_groups():
 # ------------------------------------------------------------------ the loss
 
 
+@pytest.mark.plain(
+    "{'discount': 0.5}-routed_answering",
+    "{'teacher_weight': 0.0}-answering",
+    "{'importance': True, 'clip': 0.1}-answering",
+    "{}-answering",
+)
 @pytest.mark.parametrize("make", [answering, routed_answering])
 @pytest.mark.parametrize("more", [{}, {"importance": True, "clip": 0.1}, {"discount": 0.5}, {"teacher_weight": 0.0}])
 def test_loss_and_gradients_are_those_of_full_logits(make, more):
@@ -213,6 +219,7 @@ def two_steps(folder, batch, accumulation, rows=None, **more):
     return weights(made.accelerator.unwrap_model(made.model)), found
 
 
+@pytest.mark.full
 def test_accumulation_and_ranks_learn_the_same(tmp_path):
     expected = two_steps(tmp_path, 4, 1)
     assert all(row[1] > 0 for row in expected[1])
@@ -251,6 +258,7 @@ def late_reward(folder, terms, seed):
     return statistics.fmean(found[:5]), statistics.fmean(found[-5:])
 
 
+@pytest.mark.full
 def test_a_reward_is_learned(tmp_path):
     early, late = late_reward(tmp_path, [TERM | {"weight": 1.0, "teacher_weight": 0.0}], 0)
     assert late > early + 0.5
@@ -304,6 +312,7 @@ def recipe_of(*overrides):
     return parse(RUN, [*plugin_override(Path("mine.py")), *overrides])
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_same_to_the_bit(workplace):
     storing = "data.on_policy.store_every=1"
     whole = run(recipe_of(storing), name="whole", plugin=Path("mine.py")).folder

@@ -29,6 +29,7 @@ def rows_of(*overrides):
     return read_metrics(run(parse(RECIPE, overrides)).folder / "metrics.jsonl")
 
 
+@pytest.mark.full
 def test_engine_and_trainer_agree_on_sampled_log_probabilities(workplace):
     rows = rows_of()
     assert [row["step"] for row in rows] == [1, 2, 4]
@@ -45,6 +46,7 @@ def test_engine_and_trainer_agree_on_sampled_log_probabilities(workplace):
         } <= set(row)
 
 
+@pytest.mark.full
 def test_the_top_1_tokens_of_both_are_compared(workplace):
     """A teacher that is the student agrees everywhere in the first step; another one in part."""
     more = ("train.log_every=1", "data.on_policy.fraction=1")
@@ -81,6 +83,7 @@ def test_weights_one_step_old_are_seen(workplace):
     assert all((row["rollout_gap"] > 1e-3) == (row["step"] % 2 == 0) for row in rows) and rows[0]["rollout_gap"] < 1e-5
 
 
+@pytest.mark.full
 def test_routes_have_lines_of_their_own(workplace):
     rows = rows_of(
         "teacher=null",

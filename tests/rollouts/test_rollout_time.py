@@ -62,6 +62,7 @@ def plan(tmp_path, monkeypatch):
     return lambda *overrides: check_run(load("r.yaml", overrides), find_device("H200"))
 
 
+@pytest.mark.full
 def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):
     one, none = plan("data.packing=false"), plan("data.packing=false", "data.on_policy=null")
     assert none.rollouts is None and one.rollouts is not None
@@ -76,6 +77,7 @@ def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):
     assert plan("data.max_length=32", "data.on_policy.max_new_tokens=99").rollouts.tokens < 32
 
 
+@pytest.mark.full
 def test_steps_that_are_not_fused_are_slower(plan):
     def seconds(*overrides):
         return plan("data.packing=false", "train.tokens_per_step=16384", *overrides).rollouts.seconds
@@ -84,6 +86,7 @@ def test_steps_that_are_not_fused_are_slower(plan):
     assert seconds("data.on_policy.batch_size=129") > 2 * fused < seconds("student.lora.r=4")  # rows at once, adapters
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("override", ["data.on_policy.engine=transformers", "train.precision=float32"])
 def test_other_engines_have_no_time_estimate(override, plan, capsys):
     found = plan(override)
@@ -92,6 +95,7 @@ def test_other_engines_have_no_time_estimate(override, plan, capsys):
     assert "of at most 8 tokens: time unknown" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_check_estimates_the_time_of_rollouts(plan, capsys):
     assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
     assert "rollouts    8 per step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out

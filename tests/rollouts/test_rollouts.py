@@ -147,7 +147,7 @@ def test_discounted_gains_stay_in_their_answer(length, discount):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.plain("answering")
+@pytest.mark.full
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_every_invariant_holds_of_it_alone(make):
     """Teachers include one with privileged context, and routed ones (one model each)."""
@@ -161,6 +161,7 @@ def test_every_invariant_holds_of_it_alone(make):
         assert finding.passed, finding
 
 
+@pytest.mark.plain("{}-2", "{'discount': 0.5}-3")
 @pytest.mark.parametrize(
     "more, passes",
     [({}, 2), ({"importance": True, "clip": 0.1}, 2), ({"discount": 0.5}, 3), ({"teacher_weight": 0}, 1)],
@@ -194,6 +195,7 @@ def found_by_doctor(fault, row_loss):
     return not fused_equals_reference(answering(ALONE)).passed
 
 
+@pytest.mark.full
 def test_a_gain_that_carries_a_gradient_is_found(fault):
     """The fault that makes it something else without a word: the advantage not held constant."""
     assert found_by_doctor(fault, lambda log_p, gain: -gain * (log_p - log_p.detach()).exp())

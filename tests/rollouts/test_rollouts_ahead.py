@@ -43,6 +43,7 @@ def counted_by(engine):
     return counts
 
 
+@pytest.mark.plain("1-[12, 12, 12, 6]-[0, 1, 0, 1, 0, 1, 0]")
 @pytest.mark.parametrize(
     "steps, counts, lags",
     [(0, [6] * 7, None), (1, [12, 12, 12, 6], [0, 1] * 3 + [0]), (2, [18, 6, 12, 6], [0, 1, 2, 0, 0, 1, 0])],
@@ -89,7 +90,7 @@ def test_other_micro_batches_than_were_looked_at_are_answered_too():
     assert torch.equal(got["input_ids"], expected["input_ids"]) and not own._responses
 
 
-@pytest.mark.plain("1.0-cpu", "0.3-cpu")
+@pytest.mark.full
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 def test_a_run_resumes_within_a_group_of_asynchronous_steps(tmp_path, device, fraction):
@@ -136,6 +137,7 @@ def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
     assert list(kept) == ["1"] and len(kept["1"]) == 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, cut):
     """Requests hold the micro-batches that will train, as in a run without a server; a step's logs are its own."""

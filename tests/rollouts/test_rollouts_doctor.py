@@ -37,6 +37,13 @@ MADE = {
 }
 
 
+@pytest.mark.plain(
+    "answering-rollouts_follow_the_weights",
+    "informed-rollouts_follow_the_weights",
+    "routed-rollouts_follow_the_weights",
+    "one-rollouts_follow_the_weights",
+    "drawing-rollouts_follow_the_weights",
+)
 @pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", MADE)
 def test_rollout_invariants_hold(kind, check):
@@ -105,6 +112,7 @@ def place(tmp_path, monkeypatch):
     return parse(RECIPES["answering"])
 
 
+@pytest.mark.full
 def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
     """The expected end tokens come from the recipe's own data and tokenizer."""
     subject = prepare(place)
@@ -122,6 +130,7 @@ def without_mixture(make):
     return subject
 
 
+@pytest.mark.plain("informed_answering")
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_a_discount_is_held_to_its_definition(make, monkeypatch):
     """Settings of the ratio change nothing for fresh samples."""
@@ -143,6 +152,7 @@ def rewarded(make):
     return subject
 
 
+@pytest.mark.plain("answering")
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_a_reward_is_held_to_its_definition(make, monkeypatch):
     """A reward that is dropped, of the wrong sign, or of the token before, shows in the fused loss."""
@@ -165,6 +175,7 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
             assert fused_equals_reference(subject).passed is False
 
 
+@pytest.mark.full
 def test_training_runs_of_a_rewarded_loss_resume_and_are_shared(forked_ranks):
     """They need rewards of their own: the recipe's function is code."""
     subject = rewarded(answering)
@@ -185,6 +196,7 @@ def test_a_recipe_with_a_reward_is_examined_without_its_code(place):
     assert fused_equals_reference(subject).passed
 
 
+@pytest.mark.plain("{'terms': [{'type': 'policy_gradient'}]}")
 @pytest.mark.parametrize("loss", [None, ALONE])
 def test_a_gradient_that_is_zero_where_the_loss_is_not(loss, monkeypatch):
     """At the last of all tokens alone."""

@@ -85,13 +85,22 @@ def workplace(tmp_path_factory):
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        make(CASES | {"lora": ["student.lora={r: 4}"]})
+        make({"plain": CASES["plain"]})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def others(workplace):
+    """The same folder with the other runs in it, those of two processes too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workplace)
+        make({"routed": CASES["routed"], "ahead": CASES["ahead"], "lora": ["student.lora={r: 4}"]})
         from distill.run import run
 
         cut_off("ahead", "again")
         run(recipe(*CASES["ahead"]), name="again", resume=True)
-        run_as_two(__file__, folder, timeout=500)
-    return folder
+        run_as_two(__file__, workplace, timeout=500)
+    return workplace
 
 
 def stored(folder):
@@ -145,23 +154,26 @@ def test_log_probabilities_are_the_models(workplace):
         assert row["divergence"] == pytest.approx(divergence.tolist(), abs=2e-4)
 
 
-def test_each_response_has_the_route_of_its_prompt(workplace):
-    rows = stored(workplace / "runs/routed")
+@pytest.mark.full
+def test_each_response_has_the_route_of_its_prompt(others):
+    rows = stored(others / "runs/routed")
     assert {row["route"] for row in rows} == {"even", "odd"}
     for row in rows:
         number = int("".join(filter(str.isdigit, row["prompt"])))
         assert row["route"] == ("even", "odd")[number % 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", REREAD_FP32)
-def test_two_processes_store_and_learn_the_same(workplace, case):
-    one, two = workplace / "runs" / case, workplace / "runs" / f"{case}-two"
+def test_two_processes_store_and_learn_the_same(others, case):
+    one, two = others / "runs" / case, others / "runs" / f"{case}-two"
     same_answers(one, two)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case, alone", [("shards-ahead", "ahead"), ("shards-lora", "lora")])
-def test_a_student_in_shards_answers_and_learns_as_a_whole_one(workplace, case, alone):
-    same_answers(workplace / "runs" / alone, workplace / "runs" / case)
+def test_a_student_in_shards_answers_and_learns_as_a_whole_one(others, case, alone):
+    same_answers(others / "runs" / alone, others / "runs" / case)
 
 
 def same_answers(one, two):
@@ -176,19 +188,21 @@ def same_answers(one, two):
         torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_ahead_draws_from_weights_one_step_old(workplace):
-    logged = [row for row in read_metrics(workplace / "runs/ahead/metrics.jsonl") if "rollouts" in row]
+@pytest.mark.full
+def test_ahead_draws_from_weights_one_step_old(others):
+    logged = [row for row in read_metrics(others / "runs/ahead/metrics.jsonl") if "rollouts" in row]
     assert [row["rollout_lag"] for row in logged] == [0, 1, 0, 1]
     drawn, learning = (
-        [value for row in stored(workplace / "runs/ahead") for value in row[name]]
+        [value for row in stored(others / "runs/ahead") for value in row[name]]
         for name in ("sampled_log_p", "student_log_p")
     )
     gaps = [abs(a - b) for a, b in zip(drawn, learning, strict=True)]
     assert max(gaps) > 1e-2, "the weights that drew are not those that learn"
 
 
-def test_a_run_with_old_weights_resumes_to_the_bit_and_stores_nothing_twice(workplace):
-    whole, again = workplace / "runs/ahead", workplace / "runs/again"
+@pytest.mark.full
+def test_a_run_with_old_weights_resumes_to_the_bit_and_stores_nothing_twice(others):
+    whole, again = others / "runs/ahead", others / "runs/again"
     assert [file.name for file in files(again)] == [file.name for file in files(whole)]
     assert stored(whole) == stored(again)
     for name, value in weights(whole).items():

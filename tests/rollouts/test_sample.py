@@ -75,7 +75,7 @@ def test_the_output_is_a_data_source(workplace):
     ]
 
 
-@pytest.mark.plain("0-0", "7-0")
+@pytest.mark.plain("7-0")
 @pytest.mark.parametrize("kept, cut", [(0, 0), (3, 0), (4, 0), (4, 25), (7, 0)])
 def test_sampling_continues_where_it_stopped(workplace, kept, cut):
     settings = {"sampling": Sampling(1.0), "seed": 5}
@@ -209,6 +209,7 @@ def test_sample_writes_responses_and_reports_them(workplace, capsys):
     assert "none.txt" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_help_loads_nothing_heavy():
     code = (
         "import sys; from distill.cli import run_command; run_command(['sample', '--help']); "

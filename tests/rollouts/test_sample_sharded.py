@@ -130,6 +130,7 @@ def test_evaluation_by_a_sharded_teacher_equals_that_by_a_whole_one(request, pla
     assert one["figures"]["forward_kl"]["value"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, expected",
     [
@@ -147,6 +148,7 @@ def test_what_several_processes_cannot_do_is_one_line(made, name, expected):
     assert not (folder / "never.jsonl").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how, started", [("sharded", True), ("copied", False)])
 def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, torchrun, how, started):
     folder, _, _ = made
@@ -163,6 +165,7 @@ def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, torchrun, ho
         assert again == command
 
 
+@pytest.mark.full
 def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkeypatch, torchrun, capsys):
     folder, _, _ = made
     monkeypatch.chdir(folder)

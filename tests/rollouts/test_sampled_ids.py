@@ -256,6 +256,7 @@ def test_a_student_of_the_same_vocabulary_is_trained_on_the_sampled_ids(kind, pl
     assert "trained on by their sampled token ids: 5 rows" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_a_student_of_another_vocabulary_reads_what_leads_back_to_the_ids(kind, place):
     folder, other = place(kind), tiny_tokenizer(300, OTHER_TEMPLATE)
@@ -272,6 +273,7 @@ def test_a_student_of_another_vocabulary_reads_what_leads_back_to_the_ids(kind, 
         run(parse(RECIPE, cross), name=kind)
 
 
+@pytest.mark.plain("calls")
 @pytest.mark.parametrize("kind", ["calls", "channels", "reasoning"])
 def test_a_row_whose_text_is_not_its_tokens_is_not_read_as_text(kind, place):
     """The file was made for a student of the teacher's vocabulary; another one drops what it cannot read, counted."""
@@ -283,6 +285,7 @@ def test_a_row_whose_text_is_not_its_tokens_is_not_read_as_text(kind, place):
     assert len(found) == len(rows) - AS_OTHERS[kind].count(None)
 
 
+@pytest.mark.full
 def test_sampling_for_another_vocabulary_goes_on_where_it_stopped(place):
     folder, cross = place("calls"), ["student.model=other", "student.vocabulary=cross"]
     sampled(folder, *cross)
@@ -334,6 +337,7 @@ def test_a_file_without_ids_trains_no_end_of_a_cut_off_answer(place):
         assert report.without_end == 1 and report.by_ids == 0
 
 
+@pytest.mark.full
 def test_ids_go_with_the_settings_that_decide_what_is_trained(place):
     folder, tokenizer = place("reasoning"), tokenizer_of("reasoning")
     _, rows = sampled(folder)
@@ -368,6 +372,7 @@ def test_chats_keep_their_answers_in_parts(place):
     assert report.by_ids == len(rows)
 
 
+@pytest.mark.full
 def test_the_command_tells_how_many_were_not_written(place, capsys):
     folder = place("channels")
     (folder / "r.yaml").write_text(RECIPE)
@@ -378,6 +383,7 @@ def test_the_command_tells_how_many_were_not_written(place, capsys):
     assert "1 response not written: the student reads other tokens" in out and "4 responses, " in out
 
 
+@pytest.mark.plain("calls")
 @pytest.mark.parametrize("kind", ["reasoning", "calls"])
 def test_a_teacher_that_reads_more_scores_the_sampled_ids(kind, place):
     folder, tokenizer = place(kind), tokenizer_of(kind)

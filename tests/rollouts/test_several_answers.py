@@ -145,6 +145,7 @@ def eight_answers(folder, size, accumulation, **own):
 WAYS = ({}, {"fraction": 0.5, "samples": 3})
 
 
+@pytest.mark.full
 def test_micro_batches_and_ranks_change_neither_metrics_nor_weights(tmp_path):
     run_as_two(__file__, tmp_path, timeout=100)
     of_ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]

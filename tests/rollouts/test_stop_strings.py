@@ -27,6 +27,7 @@ def by_definition(tokenizer, strings, tokens):
     return None
 
 
+@pytest.mark.plain("330")
 @pytest.mark.parametrize("size", [259, 330])
 def test_a_response_ends_at_a_stop_string(size):
     """Stop strings lie within tokens and across their borders, with byte-level and merged tokens, checked in parts."""
@@ -120,7 +121,7 @@ MANY = [[(7 * n + k) % 259 for k in range(1 + 5 * n % 11)] for n in range(13)]
 LIMITS = [60, 50, 1, 46, 57, 0, 80, 2, 70, 41, 1, 55, 8]
 
 
-@pytest.mark.plain("one")
+@pytest.mark.full
 @pytest.mark.parametrize("strings", [["éé"], ["ééé", "nothing", "éé\ufffdé"]], ids=["one", "three"])
 def test_the_loop_ends_them_whenever_it_looks(limit, strings):
     """Every answer is what the model says alone, up to the first token that completes a string; slots become free."""
@@ -178,6 +179,7 @@ def by_character(tokenizer, tokens):
     return [letter for letter in tokenizer.decode(tokens, skip_special_tokens=True) if letter != "\ufffd"]
 
 
+@pytest.mark.full
 def test_answers_in_a_file_end_with_it(tmp_path, monkeypatch):
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     (tmp_path / "q.txt").write_text("\n".join(f"What is {n}?" for n in range(5)))

@@ -101,6 +101,7 @@ def test_every_command_takes_an_adapter_as_it_takes_a_merged_student(workplace, 
     assert f"{workplace / 'student'} does not exist" in error and error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_either_and_what_it_was_saved_as_may_change(workplace):
     trained("adapter", "train.save_every=2", "train.steps=4", "train.schedule=constant")
     folder = Path("runs/adapter")

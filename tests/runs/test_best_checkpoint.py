@@ -34,7 +34,7 @@ def best_of(folder):
     return folder / best.rpartition("/")[2]
 
 
-@pytest.mark.plain("lora")
+@pytest.mark.full
 @pytest.mark.parametrize("more", [[], ["student.lora.r=4", WORST]], ids=["full", "lora"])
 def test_a_quantised_student_is_that_of_the_best_checkpoint(workplace, more):
     result = run(parse(RECIPE, more, name="best"))
@@ -46,6 +46,7 @@ def test_a_quantised_student_is_that_of_the_best_checkpoint(workplace, more):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
 
 
+@pytest.mark.full
 def test_projections_of_layers_are_those_of_the_best_checkpoint(workplace, watch):
     from distill.objectives import layer_matching
 
@@ -93,7 +94,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.plain("kl-min", "agreement-max")
+@pytest.mark.plain("kl-min")
 @pytest.mark.parametrize("figure, best_of", [("kl", min), ("perplexity", min), ("agreement", max)])
 def test_the_student_of_the_best_evaluation_is_kept(workplace, figure, best_of):
     result = run(parse(KEPT, [PLAIN, f"train.keep_best={figure}", "train.steps=7"], name="best"))
@@ -109,6 +110,7 @@ def test_the_student_of_the_best_evaluation_is_kept(workplace, figure, best_of):
         assert result.after.forward_kl == pytest.approx(values[step], rel=1e-5)
 
 
+@pytest.mark.full
 def test_older_checkpoints_are_deleted_but_never_the_best(workplace):
     # the first evaluation is the best, since the learning rate is far too high
     more = [PLAIN, "train.learning_rate=3", "train.steps=12", "train.save_every=3"]
@@ -124,6 +126,7 @@ def test_older_checkpoints_are_deleted_but_never_the_best(workplace):
 STOPPING = [PLAIN, "train.learning_rate=3", "train.steps=40", "train.early_stopping={patience: 3}"]
 
 
+@pytest.mark.full
 def test_training_ends_once_the_figure_no_longer_improves(workplace, capsys):
     result = run(parse(KEPT, STOPPING, name="best"))
     values = evaluations(result.folder)
@@ -178,7 +181,7 @@ def killed_in(watch, moment, step):
     watch.setattr(DistillationTrainer, "evaluate", end)
 
 
-@pytest.mark.plain("full-after")
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("more", [[PLAIN], ["student.lora.r=4"]], ids=["full", "quantised-lora"])
 def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workplace, monkeypatch, moment, more):

@@ -3,7 +3,6 @@
 Set DISTILL_KILLS for another number of kills; the slow test does 20.
 """
 
-import fcntl
 import json
 import os
 import pty
@@ -12,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
@@ -31,10 +29,6 @@ train: {{steps: {STEPS}, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-
 generate: {{prompts: []}}
 """
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
-# who gets a signal is forked, or in the full run started; of those that are killed one is started always
-FORKED = pytest.mark.parametrize(
-    "forked", [True, pytest.param(False, marks=pytest.mark.full)], ids=["forked", "started"]
-)
 TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen", "mfu", "time_")
 
 
@@ -137,10 +131,11 @@ def test_run_killed_twenty_times_ends_undisturbed(workplace):
         (workplace / "recipe.yaml").write_text(RECIPE)
 
 
-@FORKED
-def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed, forked):
-    name = f"stopped-{forked}"
-    process, folder = start(workplace, "--name", name, forked=forked), workplace / "runs" / name
+@pytest.mark.full
+def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed):
+    """Of a process that was started; those of the other signals are forked."""
+    name = "stopped"
+    process, folder = start(workplace, "--name", name), workplace / "runs" / name
     while process.poll() is None and not list(folder.glob("checkpoint-*")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -151,26 +146,24 @@ def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed, for
     assert rows(folder) == rows(undisturbed)
 
 
-@FORKED
 @pytest.mark.full  # a plain run is stopped by SIGTERM
-def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed, forked):
+def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed):
     """The terminal's end is closed, as by a broken ssh: SIGHUP, and errors for whoever writes there."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored here, as under nohup, and so it is by a run")
     terminal, theirs = pty.openpty()
-    takes = {"terminal": True} if forked else {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    name = f"hung-up-{forked}"
+    name = "hung-up"
     process = start(
         workplace,
         "--name",
         name,
         "train.save_every=null",
-        forked=forked,
+        forked=True,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        **takes,
+        terminal=True,
     )
     os.close(theirs)
     folder = workplace / "runs" / name
@@ -185,14 +178,13 @@ def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed, fork
     assert rows(folder) == rows(undisturbed)
 
 
-@FORKED
 @pytest.mark.full  # a plain run is stopped by SIGTERM
-def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace, forked):
-    name = f"pressed-{forked}"
+def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace):
+    name = "pressed"
     folder, steps = workplace / "runs" / name, 3 * STEPS
     never = ["train.save_every=null", f"train.steps={steps}"]
     metrics = folder / "metrics.jsonl"
-    process = start(workplace, *never, "--name", name, forked=forked)
+    process = start(workplace, *never, "--name", name, forked=True)
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 1):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
@@ -205,6 +197,7 @@ def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace
     assert [row["step"] for row in rows(folder)] == list(range(1, steps + 1))
 
 
+@pytest.mark.full
 def test_a_half_written_checkpoint_is_named_and_ignored(workplace, undisturbed):
     folder = workplace / "runs" / "whole"
     half = folder / "checkpoint-99"

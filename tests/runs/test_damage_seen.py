@@ -70,6 +70,7 @@ def test_a_flipped_bit_of_every_file_of_a_staged_run_is_seen(place, capsys):
     assert len(names) > 50 and unseen == []
 
 
+@pytest.mark.plain("config")
 @pytest.mark.parametrize("what", ["weights", "config", "deleted", "result.json"])
 def test_a_damaged_student_is_not_exported(place, capsys, what):
     name = {"weights": "model.safetensors", "config": "config.json", "deleted": "tokenizer.json"}.get(what)

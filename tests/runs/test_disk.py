@@ -97,6 +97,7 @@ def same_end(folder, whole):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
     one = size_of(whole / "checkpoint-6")
     place = disk(2 * one + one // 2)  # two checkpoints and half of the third

@@ -93,6 +93,7 @@ def test_the_noise_may_be_set_by_transformers_name():
     assert parse(same).train.arguments == {"neftune_noise_alpha": 5}, "recipes that have it are read on"
 
 
+@pytest.mark.full
 def test_a_resumed_run_draws_the_same_noise_at_the_same_rates(workplace, finished):
     shutil.rmtree(workplace / "runs/whole/checkpoint-4")
     for name in ("result.json", "student"):

@@ -96,7 +96,7 @@ def url(place):
         yield address
 
 
-@pytest.mark.plain("filled with a context-packed", "on routes-padded", "a running average on a route-packed")
+@pytest.mark.plain("on routes-padded")
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_those_of_full_logits(name, packing, place, url, tmp_path, monkeypatch):

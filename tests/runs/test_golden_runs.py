@@ -391,6 +391,19 @@ def flat(figures):
 MANY = [pytest.param(name, marks=pytest.mark.full) for name, golden in RUNS.items() if golden.processes > 1]
 
 
+@pytest.mark.plain(
+    "local",
+    "stored",
+    "served",
+    "retokenised, on-policy",
+    "context",
+    "mixture",
+    "lora",
+    "routed",
+    "quantised student",
+    "reward",
+    "layer terms",
+)
 @pytest.mark.parametrize("name", [*(name for name, golden in RUNS.items() if golden.processes == 1), *MANY])
 def test_figures_are_those_recorded(name, place, url, recordings):
     figures = make(name, place, url)
@@ -417,6 +430,7 @@ def test_source_of_the_hidden_states_changes_nothing(recordings):
     assert len(set(weights)) == len(weights), "no other two runs are alike"
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_run_in_one_go(place):
     assert make("resumed", place, None) == make("running average", place, None)
 

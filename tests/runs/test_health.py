@@ -283,7 +283,7 @@ def test_data_workers_end_when_their_trainer_ends_them():
     assert worker.exitcode == 0
 
 
-@pytest.mark.plain("15")
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_leaves_the_data_workers_to_finish_the_step(number, tmp_path, capfd):
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

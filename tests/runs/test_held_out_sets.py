@@ -45,6 +45,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_every_evaluation_has_the_figures_of_every_set(here, capsys):
     result = run(parse(RECIPE, name="sets"))
     evaluated = [row for row in rows_of(result.folder) if "eval_kl" in row]
@@ -81,6 +82,7 @@ def test_documents_of_a_set_are_not_trained_on(here):
     assert alone.validation["input_ids"] == splits.validation["input_ids"] and not alone.sets
 
 
+@pytest.mark.full
 def test_a_set_decides_which_student_is_kept(here):
     result = run(parse(RECIPE, ["train.keep_best=maths_agreement"], name="best"))
     values = {row["step"]: row["eval_maths_agreement"] for row in rows_of(result.folder) if "eval_kl" in row}
@@ -97,7 +99,7 @@ CONTEXT = [
 ]
 
 
-@pytest.mark.plain("stored")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [["teacher.online_cache=store"], ["teacher={type: cache, path: kept}"], CONTEXT],

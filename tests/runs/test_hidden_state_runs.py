@@ -69,7 +69,7 @@ def test_a_checkpoint_without_the_projection_is_refused(workplace, capsys):
     )
 
 
-@pytest.mark.plain("fsdp")
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", [[], ["strategy=fsdp", "teacher=sharded"]], ids=["ddp", "fsdp"])
 def test_two_processes_train_the_projection_as_one_does(workplace, finished, parallel):
     """Both start from one projection, average its gradients, and end with the weights of one process."""

@@ -82,6 +82,7 @@ def test_damage_without_a_manifest_is_found_in_the_contents(finished, tmp_path, 
     assert says in (checkpoint_error(folder) or "")
 
 
+@pytest.mark.full
 def test_the_newest_checkpoint_that_is_as_written_is_used(workplace, finished, capsys):
     flip(workplace / "runs/whole/checkpoint-4/model.safetensors", 0.9)
     assert run_command(["verify", "whole"]) == 1
@@ -94,6 +95,7 @@ def test_the_newest_checkpoint_that_is_as_written_is_used(workplace, finished, c
     assert run_command(["verify", "whole"]) == 0
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_a_manifest_is_used_only_unverified(workplace, finished, capsys):
     resume = ["run", "r.yaml", "--name", "whole", "--resume"]
     (workplace / "runs/whole/checkpoint-4" / MANIFEST).unlink()
@@ -115,6 +117,7 @@ def test_a_checkpoint_without_a_manifest_is_used_only_unverified(workplace, fini
     assert "--unverified: expected together with --resume" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_checkpoints_that_lost_their_state_do_not_mean_a_fresh_start(workplace, finished, capsys):
     (workplace / "runs/whole/checkpoint-4/trainer_state.json").unlink()
     assert run_command(["verify", "whole"]) == 1
@@ -148,6 +151,7 @@ def test_rows_that_would_come_twice_are_refused():
         parse(RECIPE, ["train.arguments={ignore_data_skip: true}"])
 
 
+@pytest.mark.full
 def test_metrics_of_other_types_are_left_out_of_the_report(workplace):
     path = workplace / "runs/whole/metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": "low", "kl": [1]}\n' + path.read_bytes() + b'{"step": true}\n[]\n\xff\n')

@@ -48,6 +48,7 @@ def test_interrupt_in_an_import_that_swallows_it_is_heeded(heeding, tmp_path, mo
     waits_to_hear()
 
 
+@pytest.mark.full
 def test_interrupt_in_a_finalizer_is_heeded(heeding):
     class Ends:
         def __del__(self):

@@ -147,7 +147,7 @@ def started(folder, code):
     return subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.plain("['SIGTERM']-0", "['SIGINT', 'SIGINT']-130")
+@pytest.mark.plain("['SIGTERM']-0")
 @pytest.mark.parametrize("signals, code", [(["SIGTERM"], 0), (["SIGINT"], 130), (["SIGINT", "SIGINT"], 130)])
 def test_processes_hear_each_signal_once_and_end_as_one_would(tmp_path, signals, code):
     """A second Ctrl-C, which is to stop at once, is one to the processes too, and SIGTERM is no failure."""
@@ -167,6 +167,7 @@ def test_processes_hear_each_signal_once_and_end_as_one_would(tmp_path, signals,
     assert started.returncode == code and "death signal" not in said
 
 
+@pytest.mark.full
 def test_a_third_ctrl_c_ends_processes_that_hear_nothing(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     with launcher(tmp_path, "9") as started:
@@ -219,6 +220,7 @@ exit_process(0)
     assert done.returncode == 0 and "done late" in done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_the_recipe_decides_over_accelerates_configuration(workplace, monkeypatch, caplog):
     """`accelerate launch` hands its own precision over, and a Trainer without one would take it."""
     monkeypatch.chdir(workplace)

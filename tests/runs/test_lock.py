@@ -66,7 +66,7 @@ def change_template(workplace):
     )
 
 
-@pytest.mark.plain("text", "recipe")
+@pytest.mark.plain("recipe")
 @pytest.mark.parametrize(
     "change, expected",
     [
@@ -114,6 +114,7 @@ def test_the_hash_of_rows_sees_every_part():
     assert len(found) == 6
 
 
+@pytest.mark.full
 def test_the_hash_of_rows_is_the_same_for_a_data_set_whatever_its_batches():
     features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ROW})
     rows = [{name: [number, *values] for name, values in ROW.items()} for number in range(9000)]
@@ -175,6 +176,7 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     assert made[0]["chat_template"] == tiny_tokenizer().chat_template and made[2]["chat_template"] is None
 
 
+@pytest.mark.full
 def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, hardware):
     from distill import run as run_module
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.place(**WHOLE)
 # ------------------------------------------------------------------ the lock
 
 
+@pytest.mark.full
 def test_a_second_resume_is_refused_and_names_the_process_with_the_lock(workplace, capsys):
     folder = workplace / "runs/whole"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}

@@ -68,6 +68,7 @@ def said(models, monkeypatch, capsys, caplog):
 # ------------------------------------------------------------------ few data
 
 
+@pytest.mark.full
 def test_few_data_offers_only_what_helps(said):
     text = said("run", "r.yaml", "--name", "few")
     (line,) = [line for line in text.splitlines() if "too few to train on" in line]
@@ -101,6 +102,7 @@ def test_rollouts_that_teach_nothing_are_warned_of_once(said, models):
     assert line.startswith("step 2: 100% of the rollouts are cut off at data.on_policy.max_new_tokens")
 
 
+@pytest.mark.full
 def test_rollouts_with_different_rewards_are_not_warned_of(said, models):
     (models / "other.py").write_text(
         "def same(prompt, answer, row):\n    return float(len(answer) + hash(answer) % 7)\n"
@@ -111,6 +113,7 @@ def test_rollouts_with_different_rewards_are_not_warned_of(said, models):
     assert "reward_zero_std" not in text
 
 
+@pytest.mark.full
 def test_a_base_student_is_named_by_check_and_doctor(said, models):
     """Its configuration ends at another token than a turn of the template."""
     tokenizer = AutoTokenizer.from_pretrained(models / "teacher")
@@ -133,6 +136,7 @@ def test_a_base_student_is_named_by_check_and_doctor(said, models):
 # ------------------------------------------------------------------ loss beside kl
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_the_kl_is_explained_once_under_the_first_line(said):
     settings = [
         "loss.temperature=2",
@@ -180,6 +184,7 @@ def test_sigterm_prints_the_command_that_continues(said, monkeypatch):
     assert "continuing from runs/ended/checkpoint-" in said(*command.split()[1:])
 
 
+@pytest.mark.full
 def test_sigterm_in_exporting_prints_it_too(said, monkeypatch, models):
     write = served_file.export
 
@@ -204,6 +209,7 @@ def test_sigterm_in_exporting_prints_it_too(said, monkeypatch, models):
 # ------------------------------------------------------------------ stages
 
 
+@pytest.mark.full
 def test_each_stage_has_a_heading(said):
     stages = "stages=[{name: prune}, {name: again, train: {steps: 2}}]"
     lines = said("run", "r.yaml", stages, "--name", "staged").splitlines()
@@ -220,6 +226,7 @@ def test_each_stage_has_a_heading(said):
 # ------------------------------------------------------------------ report
 
 
+@pytest.mark.full
 def test_a_report_has_parameters_kept_layers_size_of_the_data_and_warnings(said, models):
     said("run", "r.yaml", "--name", "shown")
     said("report", "shown")

@@ -70,7 +70,10 @@ def plain_scores(model, tokenizer, prompt, chat):
     return found
 
 
-def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
+DIVISORS = {"none": lambda score: 1, "tokens": lambda score: score[1], "bytes": lambda score: score[2]}
+
+
+def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance, normalised=tuple(DIVISORS)):
     expected = [plain_scores(model, tokenizer, prompt, chat) for prompt in prompts]
     scorer = OptionScorer(model, tokenizer, probe_logits(model, "model"), batch_size=7)
     rows = [row for prompt in prompts for row in encode_options(tokenizer, prompt, chat=chat)]
@@ -78,8 +81,8 @@ def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
     sums = torch.tensor([score for scores in expected for score, _, _ in scores])
     assert (values - sums).abs().max() < tolerance
     chosen = {}
-    for normalise, divisor in (("none", lambda s: 1), ("tokens", lambda s: s[1]), ("bytes", lambda s: s[2])):
-        best = []
+    for normalise in normalised:
+        best, divisor = [], DIVISORS[normalise]
         for prompt, scores in zip(prompts, expected, strict=True):
             ratios = [score[0] / divisor(score) for score in scores]
             best.append(prompt.options[ratios.index(max(ratios))])
@@ -88,6 +91,7 @@ def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance):
     return chosen
 
 
+@pytest.mark.plain("True-llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_options_are_chosen_as_by_a_plain_loop(tokenizer, kind, chat):
@@ -112,9 +116,10 @@ def test_a_real_models_choices_are_those_of_a_plain_loop(smollm2_folder, chat):
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    chosen = assert_as_a_plain_loop(model, tokenizer, facts(), chat, 2e-3)
-    right = sum(map(str.__eq__, chosen["none"], right_answers()))
-    assert chat or right >= 15, "it knows most of them"
+    every = 6 if chat else 2
+    chosen = assert_as_a_plain_loop(model, tokenizer, facts()[::every], chat, 2e-3, ["none"])
+    right = sum(map(str.__eq__, chosen["none"], right_answers()[::every]))
+    assert chat or right >= 8, "it knows most of the 13"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +182,7 @@ def answers(folder):
     return [json.loads(line) for line in (folder / "tasks" / "facts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_run_measures_them_with_its_teacher_and_eval_measures_the_same(here, capsys):
     result = run(parse(RECIPE, ["student.model=teacher"], name="one"))
     accuracy = result.tasks["facts"]
@@ -191,12 +197,14 @@ def test_a_run_measures_them_with_its_teacher_and_eval_measures_the_same(here, c
     assert score["of"]["student"]["value"] == score["of"]["teacher"]["value"] == accuracy["after"].value
 
 
+@pytest.mark.full
 def test_a_teacher_that_answers_nothing_is_named(here, caplog):
     result = run(parse(RECIPE, ["teacher.context={template: Be brief.}"], name="brief"))
     assert result.tasks["facts"].keys() == {"before", "after"}
     assert "eval.tasks: no accuracy of the teacher (" in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_choose_as_one_does(here, strategy):
     more = [f"parallel.strategy={strategy}", "train.batch_size=1"]

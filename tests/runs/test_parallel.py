@@ -170,6 +170,7 @@ def random_teacher(folder, kind):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_weights_are_initialised_in_shards(two_processes, kind):
     from tiny import tiny_model
@@ -203,6 +204,7 @@ def failure(folder):
     return ""
 
 
+@pytest.mark.full
 def test_a_fault_of_the_first_process_is_raised_by_all(two_processes):
     first, second = two_processes["faults"]
     assert first == second
@@ -220,10 +222,12 @@ def patience():
     return broadcast_from_rank0(lambda: time.sleep(4) or "read")
 
 
+@pytest.mark.full
 def test_others_wait_while_the_first_reads(two_processes):
     assert two_processes["patience"] == ["read", "read"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_teacher_teaches_the_same(two_processes, kind):
     expected = gradients(kind, sharded=False)

@@ -80,7 +80,7 @@ def train(folder, callbacks=(), **settings):
     return trainer
 
 
-@pytest.mark.plain("data", "student", "evaluation")
+@pytest.mark.plain("student")
 @pytest.mark.parametrize("where", ["data", "teacher", "student", "loss", "optimizer", "evaluation"])
 def test_each_phase_covers_its_part_of_the_step(tmp_path, clock, where):
     path = tmp_path / "metrics.jsonl"

@@ -78,6 +78,7 @@ def choices(watch):
     return calls
 
 
+@pytest.mark.full
 def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
     one = run(recipe("data.cache=true"), name="one")
     out = capsys.readouterr().out
@@ -99,6 +100,7 @@ def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
     assert (config.hidden_size, config.head_dim, config.num_hidden_layers) == (24, 8, 3)
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_equals_uninterrupted(place, interrupted):
     interrupted(lambda: run(recipe("train.save_every=2"), name="parts"), step=3)
     assert (place / "runs/parts/checkpoint-2").exists() and not (place / "runs/parts/student").exists()
@@ -139,7 +141,7 @@ def test_adapters_and_random_teachers_train(place):
     assert student("drawn").config.intermediate_size == 40
 
 
-@pytest.mark.plain("{from_teacher: {layers: 2}, lora: {r: 2}}")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "student",
     [

@@ -103,11 +103,7 @@ def other_weights(model):
     return change
 
 
-@pytest.mark.plain(
-    "other_data-data.source",
-    "loss.terms.0.type=reverse_kl-recipe.loss.terms",
-    "train.log_every=1-recipe.train.log_every",
-)
+@pytest.mark.plain("train.log_every=1-recipe.train.log_every")
 @pytest.mark.parametrize(
     "change, named",
     [
@@ -129,6 +125,7 @@ def test_a_rank_with_other_inputs_is_named_and_nothing_is_trained(places, store,
     assert not (places / "runs/tiny/student").exists()
 
 
+@pytest.mark.full
 def test_a_folder_that_is_in_use_ends_both(places, store):
     with RunLock(places / "runs/tiny") as held:
         held.acquire()
@@ -159,7 +156,7 @@ def with_truncated_weights(place):
     path.write_bytes(path.read_bytes()[:2000])
 
 
-@pytest.mark.plain("with_a_typo-0", "with_truncated_weights-1")
+@pytest.mark.plain("with_truncated_weights-1")
 @pytest.mark.parametrize(
     ("fault", "rank"),
     [
@@ -205,6 +202,7 @@ def test_a_rank_that_is_killed_ends_the_other(places, rank):
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, None), errors
 
 
+@pytest.mark.full
 def test_a_rank_with_other_held_out_data_is_named(places):
     held_out = "validation: {source: held.txt, max_rows: 4}"
     for rank in (0, 1):
@@ -219,6 +217,7 @@ def test_a_rank_with_other_held_out_data_is_named(places):
     assert "rank 1: data.validation.held.txt differs" in errors[0], errors
 
 
+@pytest.mark.full
 def test_a_rank_with_another_file_of_functions_is_named(places):
     for rank in (0, 1):
         (places / str(rank) / "mine.py").write_text(PLUGIN.replace("SCALE = 1.0", f"SCALE = {rank + 1}.0"))
@@ -229,6 +228,7 @@ def test_a_rank_with_another_file_of_functions_is_named(places):
     assert "rank 1: recipe.loss.plugin.sha256" in errors[0], errors
 
 
+@pytest.mark.full
 def test_a_rank_with_a_teacher_one_bit_off_is_named(places):
     other_weights("teacher")(places / "1")
     with two_ranks(places) as ranks:
@@ -264,7 +264,7 @@ def command_of(name, places):
     return [*COMMANDS[name], "--out", str(out)], out
 
 
-@pytest.mark.plain("cache-with_a_typo-1", "sample in shards-without_teacher-0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "fault", "rank"),
     [
@@ -289,7 +289,7 @@ def test_a_refused_rank_ends_the_other_one_of_a_command(places, name, fault, ran
     assert not (out / "manifest.json").exists()
 
 
-@pytest.mark.plain("cache-1")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "rank"), [("cache", 1), ("cache in shards", 0), ("sample in shards", 0)])
 def test_a_killed_rank_ends_the_other_one_of_a_command(places, name, rank):
     command, out = command_of(name, places)
@@ -309,7 +309,7 @@ def test_a_killed_rank_ends_the_other_one_of_a_command(places, name, rank):
     assert errors[1 - rank].strip(), errors
 
 
-@pytest.mark.plain("cache")
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_sound_ranks_ends_in_order(places, name):
     command, out = command_of(name, places)

@@ -111,6 +111,7 @@ def test_a_damaged_checkpoint_is_a_one_line_error(finished, tmp_path, spoil):
     assert fault and "\n" not in fault and len(fault) < 300, fault
 
 
+@pytest.mark.full
 def test_the_checkpoint_before_a_damaged_one_is_used(workplace, finished, capsys):
     cut(workplace / "runs/whole/checkpoint-4/optimizer.pt")
     assert resume() == 0
@@ -149,6 +150,7 @@ def test_other_data_or_models_are_refused_by_name(workplace, capsys):
     assert "teacher.weights differs" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_other_versions_are_named_and_go_on(workplace, caplog):
     lock = workplace / "runs/whole/lock.yaml"
     lock.write_text(re.sub(r"( torch:) \S+", r"\1 1.0.0", lock.read_text()))
@@ -157,7 +159,7 @@ def test_other_versions_are_named_and_go_on(workplace, caplog):
     assert "environment.torch was 1.0.0 when the run began" in caplog.text
 
 
-@pytest.mark.plain("{")
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["{", '{"held_out": {"x": 1}, "answers": {}}', "[]"])
 def test_damaged_figures_from_before_are_made_again(workplace, finished, text, caplog):
     path = workplace / "runs/whole/before.json"

@@ -74,7 +74,7 @@ def undisturbed(tmp_path_factory):
     return folder, made, seen.steps
 
 
-@pytest.mark.plain("1-2-False", "7-1-False")
+@pytest.mark.plain("7-1-False")
 @pytest.mark.parametrize(
     "step, batch_size, checkpointing",
     [
@@ -197,6 +197,7 @@ def losses(folder):
     return [row["loss"] for row in read_metrics(folder / "runs/whole/metrics.jsonl")]
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_smaller_micro_batches(stopped, finished, capsys):
     told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.offload=cpu"]
     assert resume(*told, "train.save_every=2", "data.workers=1") == 0

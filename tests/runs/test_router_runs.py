@@ -65,6 +65,7 @@ def test_the_loss_and_the_figures_are_logged(finished, capsys):
     assert "router load (busiest expert over mean)" in page and "experts in common with teacher" in page
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(workplace, finished):
     run = workplace / "runs/whole"
     shutil.rmtree(run / "checkpoint-4")
@@ -75,6 +76,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(workplace, finished
     assert json.loads((workplace / "student/config.json").read_text())["output_router_logits"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [["train.gradient_checkpointing=true"], ["student.lora.r=4"]], ids=["again", "lora"])
 def test_layers_computed_again_and_adapters_have_the_losses_too(workplace, finished, more):
     assert run_command(["run", "r.yaml", "--name", "more", *more]) == 0
@@ -92,7 +94,7 @@ def test_layers_computed_again_and_adapters_have_the_losses_too(workplace, finis
 FROZEN = ["student.freeze=[router]"]
 
 
-@pytest.mark.plain("fsdp")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("parallel", "more"),
     [([], []), (["parallel.strategy=fsdp"], []), (["parallel.strategy=fsdp"], FROZEN)],
@@ -113,6 +115,7 @@ def test_two_processes_and_two_micro_batches_train_alike(workplace, parallel, mo
             assert two[name] == pytest.approx(one[name], rel=1e-5), name
 
 
+@pytest.mark.full
 def test_frozen_routers_stay_as_they_are(workplace, capsys):
     assert run_command(["check", "r.yaml"]) == 0
     assert "loss.router: the loss has 0.5 x load balancing" in capsys.readouterr().out
@@ -130,6 +133,7 @@ def test_frozen_routers_stay_as_they_are(workplace, capsys):
 TERM = ["loss.terms=[{type: forward_kl}, {type: router, weight: 0.5}]"]
 
 
+@pytest.mark.full
 def test_the_term_between_routers(workplace, capsys):
     assert run_command(["run", "r.yaml", "--name", "term", *TERM]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -66,7 +66,7 @@ def test_each_stage_starts_from_the_student_before(workplace):
         assert_same_student(workplace / f"runs/alone-{folder.name}", folder)
 
 
-@pytest.mark.plain("1-prune")
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
 def test_a_run_that_ended_in_an_earlier_stage_resumes_to_the_same_bits(workplace, finished, stage, capsys):
     whole, ended = workplace / "runs/tiny", workplace / "runs/tiny/stages" / stage
@@ -180,6 +180,7 @@ def test_messages_in_a_stage_name_the_command_of_the_whole_run(workplace):
     assert "with --name tiny --resume" in line and "1-prune --resume" not in line
 
 
+@pytest.mark.full
 def test_every_stage_is_planned(workplace, capsys):
     """None of the stages need have been trained; each has the sizes of the student before it."""
     shutil.rmtree(workplace / "runs")
@@ -206,7 +207,7 @@ def test_a_plan_is_of_the_students_that_are_trained(workplace, capsys):
         assert stage["student"]["parameters"] == trained
 
 
-@pytest.mark.plain("{data: {source: none.txt}}-stages.2 (stage): ")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "named"),
     [
@@ -232,6 +233,7 @@ def test_the_quantisation_of_a_later_stage_is_planned(workplace, capsys):
     assert ["student.quantise: 2 matrices" in text for text in notes] == [False, False, True]
 
 
+@pytest.mark.full
 def test_a_later_stage_that_does_not_fit_fails_the_check(workplace, capsys):
     wide = "stages.2={name: wide, data: {max_length: 512}, train: {batch_size: 16384, tokens_per_step: null}}"
     assert run_command(["check", "tiny.yaml", "--gpu", "24GB", "--no-data", wide]) == 1

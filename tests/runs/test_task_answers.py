@@ -201,6 +201,7 @@ def test_the_teacher_is_asked_the_same_and_answers_as_a_student_of_its_weights_d
     assert result.tasks["sums"]["teacher"] == result.tasks["sums"]["before"]
 
 
+@pytest.mark.full
 def test_training_is_the_same_with_and_without_tasks(here):
     ours = run_with(here, name="with")
     alone = run(parse(RECIPE, ["eval.tasks=[]"]), name="without")
@@ -210,6 +211,7 @@ def test_training_is_the_same_with_and_without_tasks(here):
     ).read_bytes()
 
 
+@pytest.mark.full
 def test_a_resumed_run_answers_as_an_uninterrupted_one(here, interrupted):
     more = ("train.save_every=1", "train.keep_best=sums_accuracy", "eval.tasks.0.limit=7")
     whole = run_with(here, *more, name="whole")
@@ -248,6 +250,7 @@ def test_tasks_that_cannot_be_answered_are_refused(here, more, message):
         recipe_with(here, *more)
 
 
+@pytest.mark.full
 def test_a_function_is_run_only_where_the_plugin_allows_it_and_must_return_1_or_0(here):
     with pytest.raises(ValueError, match=r"eval.tasks.0.checker: checks.py:starts runs code; allow it with --plugin"):
         run(parse(RECIPE))
@@ -256,7 +259,7 @@ def test_a_function_is_run_only_where_the_plugin_allows_it_and_must_return_1_or_
         run_with(here)
 
 
-@pytest.mark.plain("fsdp")
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_answer_as_one_does(here, strategy):
     from two_ranks import run_as_two

@@ -49,7 +49,7 @@ def figures(folder):
     return before["held_out"], before["answers"], rows, after["after"], after["answers"], weights
 
 
-@pytest.mark.plain("quantised under adapters", "LoRA under autocast")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -85,7 +85,7 @@ def test_a_teacher_that_follows_the_student_is_measured_before_it_does(workplace
     assert said.index(MEASURED) < said.index(FIRST)
 
 
-@pytest.mark.plain("plain")
+@pytest.mark.full
 @pytest.mark.parametrize("quantised", [False, True], ids=["plain", "rounded by GPTQ"])
 def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(workplace, capsys, at_step, quantised):
     more = ["student.quantise={format: q4_0}"] if quantised else []

@@ -136,6 +136,7 @@ def test_damaged_metrics_are_named_on_resume(resumed, plain, caplog):
     assert rows == [row for row in figures(plain / "runs/whole") if row["step"] != 2]
 
 
+@pytest.mark.full
 def test_a_line_cut_short_by_a_kill_is_no_damage(resumed, plain, caplog):
     with caplog.at_level(logging.WARNING):
         Path("runs/whole", MANIFEST).unlink()  # which a run that did not end has no entry of the file in
@@ -143,6 +144,7 @@ def test_a_line_cut_short_by_a_kill_is_no_damage(resumed, plain, caplog):
     assert "damaged" not in caplog.text and rows == figures(plain / "runs/whole")
 
 
+@pytest.mark.full
 def test_a_figure_from_before_training_that_is_not_as_written_is_made_again(resumed, plain, caplog):
     def change(content):
         record = json.loads(content)
@@ -186,7 +188,7 @@ def apply_cure(line):
         Path("kept", MANIFEST).unlink(missing_ok=True)
 
 
-@pytest.mark.plain("plan.json-60-complete", "head.safetensors-0.5-filling")
+@pytest.mark.full
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "filling"])
 @pytest.mark.parametrize(
     ("name", "at"),

@@ -11,9 +11,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -191,6 +193,19 @@ def place(models, monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def forked_servers(library):
+    """Servers are forked from a process with everything imported, where a run starts a Python for each."""
+
+    def start(command, *, env, stdin, stdout, stderr, start_new_session):
+        own = {name: value for name, value in env.items() if name != launch.OWNER}  # its parent is whoever forks
+        with open(os.devnull, "w") as nowhere:
+            streams = {"stdout": nowhere, "stderr": stderr}
+            return Forked(command[1:], cwd=os.getcwd(), env=own, start_new_session=start_new_session, **streams)
+
+    library.setattr(launched, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+
+
 def run_here(name, *overrides, resume=False):
     """A run in this process."""
     from distill.run import run
@@ -226,8 +241,11 @@ def assert_same(one, other):
 OTHERS = [case for case in CASES if case not in ("plain", "itself", "prompts")]
 
 
-@pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)])
-def test_it_is_the_same_to_the_bit(alone, capsys, case):
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["plain", *OTHERS])
+def test_it_is_the_same_to_the_bit(alone, capsys, request, case):
+    if case != "plain":
+        request.getfixturevalue("forked_servers")
     expected = alone(case)
     capsys.readouterr()
     assert_same(run_here(f"served-{case}".replace(" ", "-"), *CASES[case], *served()), expected)
@@ -238,20 +256,18 @@ def test_it_is_the_same_to_the_bit(alone, capsys, case):
     assert LaunchedServers.current is None and not servers()
 
 
-@pytest.mark.plain("itself")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["itself", "prompts"])
-def test_servers_leave_the_rest_of_the_recipe_to_the_run(alone, case):
+def test_servers_leave_the_rest_of_the_recipe_to_the_run(alone, forked_servers, case):
     """The student's own outputs after another prompt, of which K tokens are trained on; prompts without answers."""
     assert_same(run_here(f"served-{case}", *CASES[case], *served()), alone(case))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["sharded", "copied"])
-def test_two_servers_teach_one(alone, capsys, layout):
-    folder = run_here(f"by-two-{layout}", *CASES["plain"], *served(2, layout))
+@pytest.mark.full  # what shards answer is held by test_serve_sharded.py
+def test_two_servers_teach_one(alone, capsys, forked_servers):
+    folder = run_here("by-two", *CASES["plain"], *served(2, "copied"))
     assert_same(folder, alone("plain"))
-    how = "sharded (FSDP2)" if layout == "sharded" else "copied"
-    assert f"served from 2 processes, {how}" in " ".join(capsys.readouterr().out.split())
+    assert "served from 2 processes, copied" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.full
@@ -267,7 +283,7 @@ def program(what, place):
 
 
 @pytest.mark.full
-def test_a_server_that_dies_ends_the_run_with_a_checkpoint(place, alone):
+def test_a_server_that_dies_ends_the_run_with_a_checkpoint(place, alone, forked_servers):
     with program("killed", place) as process:
         _, written = process.communicate(timeout=140)
     lines = [line for line in written.splitlines() if line.startswith("distill")]
@@ -280,22 +296,16 @@ def test_a_server_that_dies_ends_the_run_with_a_checkpoint(place, alone):
 
 
 @pytest.mark.full
-def test_an_evaluation_that_a_dying_server_ended_is_made_on_resume(place, alone):
+def test_an_evaluation_that_a_dying_server_ended_is_made_on_resume(place, alone, forked_servers):
     with program("dies_evaluating", place) as process:
         _, written = process.communicate(timeout=140)
     assert process.returncode == 1 and "continue from step 4" in written, written
     assert_same(run_here("dies-evaluating", *CASES["plain"], *served(), resume=True), alone("plain"))
 
 
-@pytest.mark.parametrize(
-    "what, how",
-    [
-        ("waits", signal.SIGKILL),
-        pytest.param("waits", signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param("waits_for_shards", signal.SIGKILL, marks=pytest.mark.full),
-    ],
-)
-def test_a_run_that_is_killed_takes_its_server_along(place, what, how):
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["waits", "waits_for_shards"])
+def test_a_run_that_is_killed_takes_its_server_along(place, what):
     children = place / "children"
     with contextlib.suppress(FileNotFoundError):
         children.unlink()
@@ -305,10 +315,7 @@ def test_a_run_that_is_killed_takes_its_server_along(place, what, how):
             time.sleep(0.05)
         pids = list(map(int, children.read_text().split()))
         assert len(pids) == (1 if what == "waits" else 3) and all(map(launch.is_running, pids))
-        process.send_signal(how)
-        if how == signal.SIGTERM:  # it ends its step first; here one that would take minutes
-            time.sleep(1.0)
-            process.send_signal(signal.SIGKILL)
+        process.kill()
         until = time.monotonic() + 10
         while any(map(launch.is_running, pids)) and time.monotonic() < until:
             time.sleep(0.02)
@@ -317,7 +324,7 @@ def test_a_run_that_is_killed_takes_its_server_along(place, what, how):
 
 
 @pytest.mark.full
-def test_model_that_a_server_cannot_load_is_the_users_line(place, monkeypatch):
+def test_model_that_a_server_cannot_load_is_the_users_line(place, forked_servers):
     """Weights that are no weights, which the process that trains never reads."""
     spoiled = place / "spoiled"
     shutil.copytree(place / "teacher", spoiled)

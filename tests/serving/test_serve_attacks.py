@@ -59,6 +59,7 @@ def own_ends(url):
 # ------------------------------------------------------------------ connections
 
 
+@pytest.mark.full
 def test_idle_connections_block_no_others(engine, limit):
     """More of them than may be open: those that have waited longest make room, and one that was answered goes last."""
     limit.setattr(connections, "MOST_OPEN", 128)
@@ -82,6 +83,7 @@ def test_idle_connections_block_no_others(engine, limit):
         assert read_answer(kept)[0] == 200, "the one that had an answer was closed before those that never asked"
 
 
+@pytest.mark.plain("nothing")
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["nothing", "a header by and by"])
 def test_a_request_has_a_time_limit(engine, sent):
     with serving(engine, timeouts=Timeouts(headers=0.5)) as url, connect(url) as connection:
@@ -118,6 +120,7 @@ def test_between_two_requests_there_is_a_longer_one(engine):
         assert is_closed(connection, 5) and 0.9 < time.monotonic() - began < 4
 
 
+@pytest.mark.full
 def test_a_refused_request_whose_body_goes_on_is_ended(engine):
     with serving(engine, TOKEN, Timeouts(headers=0.5)) as url, connect(url) as connection:
         connection.sendall(b"POST /v1/targets HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n")
@@ -205,6 +208,7 @@ def test_room_is_given_to_the_first_that_fits_and_given_back():
     asyncio.run(use())
 
 
+@pytest.mark.full
 def test_bodies_are_bounded_in_memory(engine):
     body = question(1).body()
     header = f"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()

@@ -41,6 +41,7 @@ def subject_of(place, engine):
         yield made
 
 
+@pytest.mark.full
 def test_a_kl_without_a_gradient_fails(subject_of, monkeypatch):
     made = subject_of()
     assert invariants.fused_equals_reference(made).passed
@@ -58,6 +59,7 @@ def test_another_tokenizer_or_template_fails(place, subject_of):
     assert finding.passed is False and "the template differs from the server's" in finding.detail
 
 
+@pytest.mark.full
 def test_a_teacher_that_changes_under_its_name_on_resume_fails(subject_of, engine, monkeypatch, fault):
     made = subject_of()
     assert invariants_runs.resume_is_exact(made).passed

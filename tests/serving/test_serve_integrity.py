@@ -97,6 +97,7 @@ def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engin
         servers.close()
 
 
+@pytest.mark.full
 def test_a_flipped_bit_anywhere_is_never_taken(url, engine):
     """A flipped bit in request or response, headers or body, gives the right response or an error that ends the run."""
     query, generator = question(6, rows=4, length=32), random.Random(6)

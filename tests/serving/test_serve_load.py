@@ -17,6 +17,7 @@ from distill.serving.worker import Full, Worker
 from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
 
 
+@pytest.mark.full
 def test_64_clients_and_those_who_misbehave(engine, url):
     """Clients that leave, dawdle and send garbage among 64 that ask: each of those gets its own answer."""
     port, stop = int(url.rpartition(":")[2]), threading.Event()

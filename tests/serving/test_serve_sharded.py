@@ -90,7 +90,7 @@ def serve():
         server.launcher.wait()
 
 
-@pytest.mark.plain("llama")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_two_processes_serve_the_outputs_of_one(tmp_path, pool, serve, kind):
     """Untied; tied, with a soft cap. Requests that go alone: to the bit."""

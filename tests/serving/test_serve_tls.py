@@ -102,6 +102,7 @@ def test_tls_files_are_looked_at_before_anything_is_loaded(certificate, capsys, 
     assert "--ssl-keyfile: expected a key without a passphrase" in told(pem, certificate / "locked.key")
 
 
+@pytest.mark.full
 def test_a_client_verifies_the_certificate(engine, certificate, monkeypatch):
     """With the machine's authorities, or those of SSL_CERT_FILE."""
     tls = require_certificate(certificate / "one.pem", certificate / "one.key")
@@ -117,6 +118,7 @@ def test_a_client_verifies_the_certificate(engine, certificate, monkeypatch):
             servers.close()
 
 
+@pytest.mark.full
 def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, limit):
     limit.setattr(connections, "MOST_OPEN", 128)
     tls = require_certificate(certificate / "one.pem", certificate / "one.key")

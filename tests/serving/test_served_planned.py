@@ -22,6 +22,7 @@ def chosen(recipe, gpu="H100", gpus=4):
     return planning.choose_teacher_server(device_plan(recipe, find_device(gpu), gpus)).parallel
 
 
+@pytest.mark.plain("80GB")
 @pytest.mark.parametrize("gpu", ["H100", "80GB"])  # memory decides, known rates or not
 def test_an_fp8_teacher_without_room_for_a_student_gets_a_server(gpu):
     """70B in fp8 on 2, the LoRA student on 2: it cannot be cut, and copies leave no room; 3 would leave 1 to train."""

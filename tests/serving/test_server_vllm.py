@@ -120,6 +120,7 @@ def test_logits_are_not_taken_for_log_probabilities(place, engine, mode, told):
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.full
 def test_documents_longer_than_a_servers_limit_are_reported_before_a_run(place, engine):
     with running(vllm(engine)) as address:
         asks = from_server(address, protocol="vllm", top_k=8)
@@ -178,6 +179,7 @@ def vllm_with_folder(engine, folder, change):
     return Starlette(routes=[plain.routes[0], Route("/v1/completions", completions, methods=["POST"])])
 
 
+@pytest.mark.full
 def test_hidden_states_are_read_from_the_folder_of_its_connector(place, engine, tmp_path):
     """The stand-in follows vLLM's documentation; norm, head and soft cap are applied here."""
     with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
@@ -206,6 +208,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.plain("off by .* nats a token from the server's own", "without kv_transfer_params")
 @pytest.mark.parametrize("told", FAULTS)
 def test_errors_of_a_connectors_files_are_reported(place, engine, tmp_path, told):
     with running(vllm_with_folder(engine, tmp_path, FAULTS[told])) as address:
@@ -232,6 +235,7 @@ def test_a_server_that_dies_at_start_is_reported_at_once(place, engine, tmp_path
     assert time.monotonic() - began < 10 and "\n" not in str(gone.value)
 
 
+@pytest.mark.full
 def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place, engine, monkeypatch):
     """After a silence of 15 s, here of 1; one of two servers that stays is enough."""
     assert vllm_client.DEAD_SECONDS == 15.0

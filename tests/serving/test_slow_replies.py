@@ -44,6 +44,7 @@ def serve():
         server.shutdown()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reply_that_trickles_has_a_deadline(serve, chunked):
     def send(handler):
@@ -85,6 +86,7 @@ def send_slowly(content):
     return send
 
 
+@pytest.mark.plain("status line")
 @pytest.mark.parametrize("part", TRICKLES)
 def test_every_part_of_a_reply_has_the_deadline(serve, part):
     before = time.monotonic()
@@ -100,6 +102,7 @@ def test_the_question_for_health_has_a_deadline(serve, limit):
     assert time.monotonic() - before < 5
 
 
+@pytest.mark.full
 def test_a_kept_connection_has_its_time_anew(serve):
     """A reply that took most of its time leaves none of its deadline to the next one on its connection."""
 
@@ -115,6 +118,7 @@ def test_a_kept_connection_has_its_time_anew(serve):
     assert [servers.ask("GET", "/v1/x") for _ in range(3)] == [b"ok"] * 3
 
 
+@pytest.mark.plain("False")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reply_has_a_largest_size(serve, chunked, limit):
     limit.setattr(client, "MOST_BYTES", 100_000)

@@ -33,7 +33,7 @@ def url(place):
         yield address
 
 
-@pytest.mark.plain("served context")
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_reads_what_the_command_stored(place, url, tmp_path, monkeypatch, capsys, name, teacher_batches):
     """The same losses to rounding, since rows share other batches; nobody is asked again."""

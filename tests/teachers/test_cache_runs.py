@@ -161,6 +161,7 @@ def test_random_tokens_need_no_tokenizer(here, vocabulary):
     assert any(shard["ids_high"].any() for shard in ids) if vocabulary > 1 << 16 else "ids_high" not in ids[0]
 
 
+@pytest.mark.full
 def test_the_command_prints_the_size_and_the_error(here, capsys):
     before = sorted(here.iterdir())
     assert run_command(["cache", "tiny.yaml", "--report"]) == 0

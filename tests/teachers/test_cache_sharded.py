@@ -183,7 +183,7 @@ def hold_same_errors(one, two, device):
         assert {name: row[name] for name in figures} == pytest.approx(figures, rel=0.05, abs=1e-3)
 
 
-@pytest.mark.plain("drawn-made", "hidden-made")
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):
@@ -199,6 +199,7 @@ def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):
     hold_same_errors(*(way["errors"] for way in told), DEVICES[place])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_all_processes_ask_a_sharded_teacher_as_often(request, place):
     folder, _, (first, second) = request.getfixturevalue(place)
@@ -210,6 +211,7 @@ def test_all_processes_ask_a_sharded_teacher_as_often(request, place):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_cache_that_was_begun_is_finished_by_another_number_of_processes(request, place):
     folder, alone, (first, second) = request.getfixturevalue(place)
@@ -219,6 +221,7 @@ def test_cache_that_was_begun_is_finished_by_another_number_of_processes(request
         hold_same(folder / "one-drawn", folder / finished, DEVICES[place])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_only_measured_in_shards(request, place):
     _, alone, (first, second) = request.getfixturevalue(place)
@@ -228,6 +231,7 @@ def test_only_measured_in_shards(request, place):
     hold_same_errors(report["errors"], cached["errors"], DEVICES[place])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, expected",
     [
@@ -244,6 +248,7 @@ def test_mistakes_are_one_line_on_every_process(made, name, expected):
         assert each[name]["errors"].startswith(prefix + expected) and each[name]["errors"].count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_run_takes_it_as_the_teachers_own_words(made, monkeypatch):
     from distill.recipe import parse
     from distill.run import run
@@ -329,6 +334,7 @@ def test_check_prints_the_cost_of_caching():
     assert found[1].endswith("GiB on each GPU while it is cached, the teacher sharded (FSDP2)")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how, started", [("sharded", 4), ("copied", 1)])
 def test_measuring_alone_takes_several_gpus_only_in_shards(made, monkeypatch, torchrun, how, started):
     folder, _, _ = made

@@ -70,6 +70,7 @@ def hold_to(teacher, loaded, cache):
         torch.testing.assert_close(said["cached_logprobs"], wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.plain("{'hidden': True}-cpu")
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("kind", [{"tail": "sampled", "k": 16}, {"hidden": True}])
 def test_an_offloaded_teacher_equals_a_resident_one(workplace, device, kind):

@@ -139,12 +139,7 @@ def figures_of_base(place):
     return figures
 
 
-@pytest.mark.plain(
-    "routed: served and retokenised, on-policy",
-    "served with a context, in a mixture, on-policy",
-    "routed: filled with a context, served and filled",
-    "filled, retokenised",
-)
+@pytest.mark.plain("filled, retokenised")
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
     base, text = COMPOSITIONS[name]
@@ -165,6 +160,7 @@ def test_a_filled_store_is_read_without_the_teacher(base, rows, place, figures_o
     assert dict(flat(figures)) == pytest.approx(dict(flat(figures_of_base(base))), rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_base):
     """The layers are a server, a store and a context."""
     text = addressed(COMPOSITIONS["served and filled, context"][1])
@@ -179,7 +175,7 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
 
 
-@pytest.mark.plain("mixture: served, filled-('kept',)")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "stores"),
     [("routed: filled with a context, served and filled", ("one", "two")), ("mixture: served, filled", ("kept",))],
@@ -214,6 +210,7 @@ def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place)
     assert found["without"]["before.forward_kl"] != pytest.approx(found["alone"]["before.forward_kl"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_two_stored_teachers_are_a_mixture(place):
     """Each finds its own outputs in a batch: a mixture of one teacher with itself has that teacher's outputs."""
     from torch import equal
@@ -264,7 +261,7 @@ DOCTORED["mixture, one with a context"] = BASES["mixture, one with a context"]
 DOCTORED["mixture, one with a context, on-policy"] = BASES["the same, on-policy"]
 
 
-@pytest.mark.plain("mixture, one with a context", "local top k, on-policy", "routed: served and retokenised, on-policy")
+@pytest.mark.plain("local top k, on-policy")
 @pytest.mark.parametrize("name", DOCTORED)
 def test_every_invariant_holds(name, place, addressed, capsys, monkeypatch):
     """Loss and gradients against the reference in fp64, accumulation, packing, padding and the tokens that are read."""

@@ -68,12 +68,13 @@ def test_every_teacher_and_format_is_here(subject_of):
     assert {format for format, reading in found if reading == "context"} == {HiddenFormat, MixtureFormat}
 
 
+@pytest.mark.full
 def test_the_columns_that_data_loading_sends_to_its_workers_hold_no_model(subject_of):
     for name in EVERY:
         assert len(pickle.dumps(subject_of(name).teacher.columns)) < 1000, name
 
 
-@pytest.mark.plain("one", "drawing", "several", "informed", "routed informed", "bucket", "hidden", "served", "launched")
+@pytest.mark.plain("one", "routed informed", "served", "hidden", "bucket")
 @pytest.mark.parametrize("name", EVERY)
 def test_every_invariant_holds(name, subject_of):
     subject = subject_of(name)
@@ -84,7 +85,7 @@ def test_every_invariant_holds(name, subject_of):
         assert "forward" not in subject.student.__dict__, check.__name__
 
 
-@pytest.mark.plain("one", "routed informed", "launched")
+@pytest.mark.plain("one")
 @pytest.mark.parametrize("name", EVERY)
 def test_resume_is_exact(name, subject_of):
     finding = invariants_runs.resume_is_exact(subject_of(name))
@@ -94,6 +95,7 @@ def test_resume_is_exact(name, subject_of):
 IN_A_SERVER = "launched"  # see tests/serving/test_launched_server.py
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
     [
@@ -117,7 +119,7 @@ def place(recipes_of_kinds, monkeypatch):
     monkeypatch.setattr(examine, "RUN_CHECKS", ())
 
 
-@pytest.mark.plain("one")
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_examined(name, place, capsys):
     assert run_command(["doctor", f"{name}.yaml"]) == 0, capsys.readouterr()

@@ -101,6 +101,7 @@ def test_every_check_holds(kind, check):
     assert str(finding).startswith("pass  ")
 
 
+@pytest.mark.full
 def test_a_check_leaves_the_models_as_they_were():
     made = SUBJECTS["lora on the head"]()
     made.student.train()
@@ -286,6 +287,7 @@ def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents,
     assert not invariants.accumulation_changes_nothing(made).passed
 
 
+@pytest.mark.full
 def test_rows_of_one_document_need_not_keep_documents_apart():
     """OPT's attention is told of no positions: packed it is trained wrongly, with a document a row it is not."""
     checks = (invariants.packing_changes_nothing, invariants.padding_changes_nothing)

@@ -40,6 +40,7 @@ def teacher_is_another_one(fault):
     fault.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
 
 
+@pytest.mark.plain("forget_random_state")
 @pytest.mark.parametrize(
     "fault", [forget_optimizer, forget_random_state, teacher_is_another_one], ids=lambda fault: fault.__name__
 )
@@ -55,13 +56,14 @@ def test_ranks_change_nothing():
     assert finding.passed, finding
 
 
+@pytest.mark.full
 def test_ranks_change_nothing_where_there_is_dropout(forked_ranks):
     """Two processes draw other dropout masks than one."""
     finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}, kind="gpt2"))
     assert finding.passed, finding
 
 
-@pytest.mark.plain("raises")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault, says",
     [

@@ -68,7 +68,7 @@ def hold_same(a, b):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.plain("hidden states")
+@pytest.mark.full
 @pytest.mark.parametrize("sent", SENT)
 def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, sent):
     """Over two epochs, to the bit; then a run from the full folder asks nothing at all."""
@@ -163,6 +163,9 @@ def test_the_folder_of_a_loaded_teacher_is_that_of_its_server(place, url, here, 
     assert not asked
 
 
+@pytest.mark.plain(
+    "['teacher.top_k=8']-teacher\\\\.online_cache: kept was begun with other settings: kind was 'hidden', now 'top_k'"
+)
 @pytest.mark.parametrize(
     "more, message",
     [
@@ -187,6 +190,7 @@ def test_outputs_stored_under_other_settings_are_not_mixed_in(place, url, here, 
     assert len(str(error.value).splitlines()) == 1 and not Path("runs/refused").exists()
 
 
+@pytest.mark.full
 def test_another_teacher_behind_the_address_is_refused(place, url, here, tmp_path_factory):
     run(
         recipe(

@@ -30,6 +30,7 @@ def figures(text, place):
         return figures_of(Golden(text), None)
 
 
+@pytest.mark.full
 def test_stores_and_contexts_change_no_bit(place):
     """A bigram's outputs depend on the last token alone, so that a prompt before the answer changes nothing."""
     plain = figures(f"teacher: {{{PLUGIN}}}\n{MIXED}", place)

@@ -121,6 +121,7 @@ def loaded(place):
     return trained(recipe_of(place, mixed(place, f"model: {place}/talk")), "loaded")
 
 
+@pytest.mark.full
 def test_a_served_part_of_a_mixture_changes_no_bit(place, url, loaded):
     recipe = recipe_of(place, mixed(place, f"type: server, url: '{url}', timeout: 5"))
     assert parse(dump(recipe)) == recipe
@@ -260,7 +261,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.plain("context")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["context", "server"])
 def test_resume_of_mixtures_in_routes_is_exact(place, url, kind):
     """The running average is in the checkpoint; answers of the student's own keep what their teacher reads."""

@@ -87,7 +87,7 @@ def loaded(place):
     return trained(recipe_of(place, {}), "loaded")
 
 
-@pytest.mark.plain("math and talk")
+@pytest.mark.full
 @pytest.mark.parametrize("served", [("talk",), TEACHERS], ids=" and ".join)
 def test_served_routes_train_bit_identically(place, urls, loaded, served):
     recipe = recipe_of(place, {name: urls[name] for name in served})
@@ -136,6 +136,7 @@ def test_documents_that_a_cached_route_lacks_are_named(place, cache):
         )
 
 
+@pytest.mark.full
 def test_rollouts_are_scored_by_the_teacher_of_their_route(place, urls):
     own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]
     one, other = (
@@ -144,6 +145,7 @@ def test_rollouts_are_scored_by_the_teacher_of_their_route(place, urls):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.plain("8")
 @pytest.mark.parametrize("shift", [0, 8])
 def test_a_single_learned_row_has_the_same_bits_wherever_a_file_has_the_head(place, urls, tmp_path, shift):
     """A micro-batch of which a route learns one row is a product of a vector: its bits follow the head's alignment."""

@@ -244,6 +244,7 @@ def test_a_step_of_nothing_but_missing_contexts_trains_nothing(workplace, caplog
     assert "step 2: no response has a teacher.context (rollout_context 0)" in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [[], ["data.on_policy.max_staleness=1"]])
 def test_a_resumed_run_is_the_same_to_the_bit(workplace, more):
     whole = run(recipe_of(*more), name="whole", plugin=Path("mine.py")).folder
@@ -273,6 +274,7 @@ def two_steps(name, *overrides):
     return [[row[key] for key in keys] for row in rows]
 
 
+@pytest.mark.full
 def test_results_do_not_depend_on_the_number_of_processes(workplace):
     expected = two_steps("one")
     assert len(expected) == 2 and any(row[2] > 0 for row in expected)
@@ -282,6 +284,7 @@ def test_results_do_not_depend_on_the_number_of_processes(workplace):
         assert other == pytest.approx(mine, rel=1e-5)
 
 
+@pytest.mark.full
 def test_each_route_has_its_own_context(workplace):
     """Teachers of a route read its template; one without a context reads the student's prompt."""
     rows = [chat(n, teacher=("best", "failed", "plain")[n % 3]) for n in range(18)]

@@ -139,6 +139,7 @@ def test_statistics_are_the_mixture_at_temperature_1(kernels, temperature, reque
         assert_as_good_as_torch(getattr(stats, name), eager * kept, right * kept, torch.float32, name)
 
 
+@pytest.mark.plain("reference")
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_a_share_of_0_leaves_one_teacher(kernels, request):
     device = request.getfixturevalue("kernel_device" if kernels else "device")
@@ -180,7 +181,7 @@ def test_chunks_and_chosen_rows(kernel_device):
             assert_as_good_as_torch(one, right, right, torch.float32)
 
 
-@pytest.mark.plain("reference-mean")
+@pytest.mark.full
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_one_graph_of_several_teachers(kernels, reduction, request):
@@ -202,6 +203,7 @@ def test_one_graph_of_several_teachers(kernels, reduction, request):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.full
 def test_tokens_of_zero_probability_follow_the_mixture(kernel_device):
     """A token that one teacher rules out keeps the others' probability; one that all rule out has none."""
     x, w, teachers, labels = tensors(kernel_device, torch.float32)
@@ -375,6 +377,7 @@ def test_a_run_learns_the_mixture(folders, tmp_path, monkeypatch, capsys):
     assert_as_good_as_torch(torch.tensor(result.after.forward_kl), exact, exact, torch.float32)
 
 
+@pytest.mark.full
 def test_a_weight_of_0_trains_as_one_teacher(folders, tmp_path, monkeypatch):
     quick = ("train.steps=3", "generate.prompts=[]", "train.eval_every=null")
     both = run_recipe(folders, tmp_path, monkeypatch, "teachers.1.weight=0", *quick)

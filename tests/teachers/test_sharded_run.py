@@ -137,7 +137,7 @@ def hold_against_one(name, case, device, exact):
         assert Path(f"runs/{name}/adapter/adapter_model.safetensors").exists()
 
 
-@pytest.mark.plain("tied", "bf16")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_shards_end_as_one_process_does(workplace, monkeypatch, case):
     monkeypatch.chdir(workplace)
@@ -160,6 +160,7 @@ def test_two_gpus_end_as_one_does(workplace_on_gpus, monkeypatch, case, way):
     hold_against_one(case + way, case, "cuda", 1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("made", ["workplace", pytest.param("workplace_on_gpus", marks=pytest.mark.gpu)])
 def test_resumed_shards_end_as_shards_left_alone(request, made):
     folder = request.getfixturevalue(made)
@@ -167,6 +168,7 @@ def test_resumed_shards_end_as_shards_left_alone(request, made):
     assert all(torch.equal(ours[key], value) for key, value in theirs.items())
 
 
+@pytest.mark.full
 def test_one_process_logs_and_names_the_sharded_models(workplace, request):
     text = (workplace / "out.txt").read_text()
     made = {"tied", *chosen(request, "case")}

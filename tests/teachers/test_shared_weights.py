@@ -102,7 +102,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.plain("bfloat16", "nf4")
+@pytest.mark.full
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS.keys())
 def test_half_the_weights_and_the_same_run(workplace, settings):
     """Held against a run whose teacher is read from a copy of the files."""
@@ -181,6 +181,11 @@ def test_kernels_in_both_models_change_nothing_of_it(workplace, kernel_device, p
     assert all(torch.equal(tensor, copied[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.plain(
+    "['train.precision=bfloat16', 'student.dtype=float32']-the teacher is in bfloat16, the student in float32",
+    "['teacher.offload=cpu']-teacher.offload: cpu",
+    "['teacher.attention=eager']-teacher.attention is eager, student.attention auto",
+)
 @pytest.mark.parametrize(
     "overrides, reason",
     [
@@ -270,7 +275,7 @@ def test_an_average_of_adapters_is_that_of_its_definition(workplace):
     assert load_file(workplace / FILE).keys() == own.keys(), "a checkpoint holds the averaged adapters alone"
 
 
-@pytest.mark.plain("bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_an_average_over_shared_weights_trains_as_one_over_its_own(workplace, precision):
     given = recipe(f"train.precision={precision}", AVERAGED)
@@ -341,7 +346,7 @@ def routes(math="base", code="base", **more):
     return ["teacher=", f"teachers={json.dumps(each)}", "data.fields={teacher: domain}"]
 
 
-@pytest.mark.plain("bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_adapters_of_one_base_hold_it_once(adapters, precision):
     """Held against teachers of three copies of the base: the same outputs, the same run."""

@@ -144,6 +144,7 @@ def store(models, tmp_path, monkeypatch):
     return tmp_path / "kept"
 
 
+@pytest.mark.full
 def test_a_store_is_read_while_another_process_renames_its_parts(store):
     """Parts become shards and shards parts, over and over: every document is found, with the bits that were stored."""
     plan = read_store_json(store / PLAN)

@@ -310,6 +310,7 @@ def test_killed_and_resumed_equals_undisturbed(loaded, bucket, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch):
     made, told, folder = CacheOptions(k=8, shard_bytes=SMALL_SHARD).checked(), [], tmp_path / "cache"
     monkeypatch.setenv("WORLD_SIZE", "2")
