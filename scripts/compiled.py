@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "scripts" / "compiled.jsonl"
-SOURCES = ROOT / "scripts" / "compiled_sources.jsonl"  # by family and case: what `source_of` said when it was compiled
+SOURCES = ROOT / "scripts" / "compiled_sources.jsonl"  # by family and case: its `case_hash` when it was compiled
 FAMILIES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 SETUP = """
@@ -315,8 +315,11 @@ def package_hash(folder: str) -> str:
     return hashlib.sha256("".join(map(statements, paths)).encode()).hexdigest()
 
 
-def source_of(case: Case) -> str:
-    """Hash of all that decides a case's compiled code: what launches it, every kernel, the compiler."""
+def case_hash(case: Case) -> str:
+    """Hash of all that decides a case's compiled code: what launches it, every kernel, the compiler.
+
+    Every file counts, since a launch shape may come from any of them: too many cases are compiled again, never too few.
+    """
     import triton
 
     launches = ["kernels/distill_kernels", *(["distill/generation"] if case.part == "decoding step" else [])]
@@ -325,8 +328,8 @@ def source_of(case: Case) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def compiled_from() -> dict[tuple[str, str], str]:
-    """By family and name of a case, the hash of what its rows were compiled from."""
+def recorded_hashes() -> dict[tuple[str, str], str]:
+    """By family and name of a case, its hash when its rows were compiled."""
     lines = SOURCES.read_text().splitlines() if SOURCES.exists() else []
     return {(row["family"], row["case"]): row["source"] for row in map(json.loads, lines)}
 
@@ -398,7 +401,7 @@ def main(*arguments: str) -> None:
             rows += rows_of(case)
             rows.sort(key=lambda row: (row["module"], row["kernel"], FAMILIES.index(row["family"]), row["case"]))
             ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            sources = compiled_from() | {(case.family, case.name): source_of(case)}
+            sources = recorded_hashes() | {(case.family, case.name): case_hash(case)}
             made = [{"family": family, "case": name, "source": source} for (family, name), source in sources.items()]
             made.sort(key=lambda row: (row["family"], row["case"]))
             SOURCES.write_text("".join(f"{json.dumps(row)}\n" for row in made))

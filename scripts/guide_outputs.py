@@ -88,7 +88,7 @@ class Programs(NamedTuple):
     inherited: Sequence[int]
 
 
-def run(commands: str, folder: Path, *, exit_code: int = 0, programs: Programs | None = None) -> list[str]:
+def run_shell(commands: str, folder: Path, *, exit_code: int = 0, programs: Programs | None = None) -> list[str]:
     """Run a block of shell in `folder`; return the lines that it prints, those of errors only where it shall fail.
 
     Raises:
@@ -158,7 +158,7 @@ def refreshed(page: Path, *, exact: bool, programs: Programs | None = None) -> s
         programs: stand in for `distill` and `python`, except in an example that kills one with SIGKILL.
 
     Raises:
-        ValueError: as of `run` and `printed`.
+        ValueError: as of `run_shell` and `printed`.
     """
     text = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
@@ -170,7 +170,7 @@ def refreshed(page: Path, *, exact: bool, programs: Programs | None = None) -> s
             (folder / part).symlink_to(ROOT / part)
         for varies, exit_code, commands, quoted in EXAMPLE.findall(text):
             own_programs = programs if "kill -9" not in commands else None
-            lines = run(commands, folder, exit_code=int(exit_code or 0), programs=own_programs)
+            lines = run_shell(commands, folder, exit_code=int(exit_code or 0), programs=own_programs)
             try:
                 today = printed(quoted.splitlines(), lines, exact=exact, numbers=exact and not varies)
             except ValueError as error:

@@ -17,7 +17,7 @@ from distill.generation.documents import RolloutDocument, RolloutScore
 from distill.generation.function_calls import FunctionInput
 from distill.generation.rollout_steps import GeneratedResponse
 from distill.recipe import Context
-from distill.recipe.context_template import render
+from distill.recipe.context_template import Response, render
 
 
 class ContextRequest(NamedTuple):
@@ -144,13 +144,13 @@ class RolloutContexts:
         return dict(zip(texts, reader.prompts(requests), strict=True))
 
 
-def _attempt(own: FunctionInput, response: GeneratedResponse, score: RolloutScore | None) -> dict[str, Any]:
+def _attempt(own: FunctionInput, response: GeneratedResponse, score: RolloutScore | None) -> Response:
     """Return a response as templates read it; what it lacks is no key of it."""
     replies = [str(message["content"]) for message in response.messages if message["role"] != "assistant"]
     feedback = None if score is None else score.feedback
     if feedback is None and replies:
         feedback = "\n\n".join(replies)
-    found: dict[str, Any] = {"answer": own.answer, "messages": list(response.messages)}
+    found = Response(answer=own.answer, messages=list(response.messages))
     if score is not None:
         found["reward"] = score.reward
     if feedback is not None and feedback.strip():

@@ -31,7 +31,10 @@ class DivergenceUnit(NamedTuple):
 
     @property
     def at_loss_temperature(self) -> bool:
-        """Return whether training reports it at the loss's temperatures: over K tokens, which are taken at one."""
+        """Return whether training reports it at the loss's temperatures, as every divergence over K tokens.
+
+        A KL over whole vocabularies is reported at 1. The name tells them apart, and is what files of runs hold.
+        """
         return self.key == "kl" and self.name != "KL"
 
     @property

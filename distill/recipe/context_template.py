@@ -10,7 +10,7 @@ empty, that is, no context.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -34,12 +34,28 @@ class TemplateNames(NamedTuple):
     of_the_run: tuple[str, ...]
 
 
+class WholeResponseError(ValueError):
+    """A template writes a response, which has fields, and not one of its fields."""
+
+
+class Response(dict[str, Any]):
+    """A response as templates read it, with `answer`, `messages`, `reward` and `feedback`, where it has them.
+
+    Its text, also within a list's, is refused: a teacher would read that of a Python dict.
+    """
+
+    def __repr__(self) -> str:
+        raise WholeResponseError("expected a field of a response, such as best.answer, to be written, got all of it")
+
+    __str__ = __repr__
+
+
 @functools.lru_cache(maxsize=64)
 def names_of(source: str) -> TemplateNames:
     """Return what a template reads.
 
     Raises:
-        ValueError: It is not valid Jinja, or reads something else.
+        ValueError: It is not valid Jinja, reads something else, or writes a whole response.
     """
     from jinja2 import TemplateSyntaxError, nodes  # most recipes have no such template
     from jinja2.meta import find_undeclared_variables
@@ -71,46 +87,30 @@ def names_of(source: str) -> TemplateNames:
     # Which columns only the teacher reads has to be known before the rows are read.
     if sum(node.name == ROW for node in tree.find_all(nodes.Name)) > named:
         raise ValueError('expected columns by name, row.NAME or row["NAME"], got row in another use')
-    _refuse_written_responses(tree)
+    _refuse_whole_responses(source, columns)
     return TemplateNames(tuple(columns), tuple(name for name in OF_THE_RUN if name in read))
 
 
-def _refuse_written_responses(tree: Any) -> None:
-    """Raise a ValueError where a template writes a response itself, which has fields, and not one of its fields."""
-    from jinja2 import nodes
-
-    def are_rollouts(part: Any) -> bool:
-        if isinstance(part, nodes.Getitem) and isinstance(part.arg, nodes.Slice):
-            return are_rollouts(part.node)
-        if isinstance(part, nodes.Filter) and part.name in ("list", "reverse", "sort", "selectattr", "rejectattr"):
-            return are_rollouts(part.node)
-        return isinstance(part, nodes.Name) and part.name == "rollouts"
-
-    loops = [loop for loop in tree.find_all(nodes.For) if isinstance(loop.target, nodes.Name)]
-    responses = {*OTHERS, *(loop.target.name for loop in loops if are_rollouts(loop.iter))}
-
-    def written(part: Any) -> str | None:
-        """Return the name of the response that is the value of an expression."""
-        if isinstance(part, nodes.Name):
-            return part.name if part.name in responses else None
-        inner: list[Any] = []
-        if isinstance(part, nodes.CondExpr):
-            inner = [part.expr1, part.expr2]
-        elif isinstance(part, nodes.Or):
-            inner = [part.left, part.right]
-        elif isinstance(part, nodes.And):
-            inner = [part.right]  # what is on the left is written where it is false, and then lacks all
-        elif isinstance(part, nodes.Filter) and part.name in ("join", "string", "first", "last", "trim"):
-            inner = [part.node]
-        elif isinstance(part, nodes.Getitem) and are_rollouts(part.node):
-            return "rollouts"
-        return next((name for name in map(written, inner) if name is not None), None)
-
-    for output in tree.find_all(nodes.Output):
-        for part in output.nodes:
-            name = written(part)
-            if name is not None:
-                raise ValueError(f"expected a field of a response, such as {name}.answer, to be written, got {name}")
+def _refuse_whole_responses(source: str, columns: Iterable[str]) -> None:
+    """Raise WholeResponseError where a template writes a whole response, so far as values of no row can tell."""
+    text = "1"  # also where a number is wanted
+    response = Response(answer=text, messages=[], reward=1.0, feedback=text)
+    variables = {
+        ROW: dict.fromkeys(columns, text),
+        "prompt": text,
+        "messages": [],
+        "best": response,
+        "failed": response,
+        "rollouts": [response, response],
+        "reward": 1.0,
+        "feedback": text,
+    }
+    try:
+        _compiled(source).render(variables)
+    except WholeResponseError:
+        raise
+    except Exception:  # these values are not what the template is made for; with a row's `render` raises
+        return
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
@@ -129,6 +129,8 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         return _compiled(source).render({**variables, ROW: row}).strip()
     except UndefinedError:
         return ""
+    except WholeResponseError as error:
+        raise ValueError(f"teacher.context.template: {error}") from None
     except Exception as error:  # a template is a program, and may raise anything
         raise ValueError(f"teacher.context.template: {type(error).__name__}: {error}") from None
 

@@ -17,6 +17,7 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, get_args
 
@@ -257,6 +258,9 @@ class RouterCoefficients(Section):
     z: Annotated[NotNegative, Usual(1e-6, 1e-1)] = 0.0
 
 
+SCHEDULED_FIELDS = ("weight", "beta", "alpha")  # of terms
+
+
 class Schedule(Section):
     """A setting of the loss as a piecewise linear function of the optimizer step.
 
@@ -287,6 +291,12 @@ class Schedule(Section):
         begin, end = self.steps[later - 1 : later + 1]
         share = (step - begin) / (end - begin)
         return (1 - share) * self.values[later - 1] + share * self.values[later]
+
+
+def _term_and_field(setting: str) -> tuple[int, str] | None:
+    """Return the term's number and the field of a scheduled `terms.NUMBER.FIELD`; None for another setting."""
+    found = re.fullmatch(r"terms\.(0|[1-9][0-9]*)\.(\w+)", setting)  # one spelling a setting, which is given once
+    return (int(found[1]), found[2]) if found else None
 
 
 class TokenWeights(Section):
@@ -415,13 +425,12 @@ class Loss(Section):
             if not isinstance(line, dict | Schedule):
                 continue  # reported when the schedule is validated
             given = line if isinstance(line, dict) else dict(line)
-            _, number, name = (*str(given.get("setting")).split("."), "", "")[:3]
+            number, field = _term_and_field(str(given.get("setting"))) or (0, "")
             values = given.get("values")
-            if name == "weight" and number.isdigit() and int(number) < len(terms) and values:  # else invalid
+            if field == "weight" and number < len(terms) and values:  # else invalid
                 with contextlib.suppress(TypeError, ValueError):  # reported when these fields are validated
-                    at = int(number)
                     largest = max(0.0, *map(float, values))
-                    terms = [*terms[:at], {**dict(terms[at]), "weight": largest}, *terms[at + 1 :]]
+                    terms = [*terms[:number], {**dict(terms[number]), "weight": largest}, *terms[number + 1 :]]
         return {**loss, "terms": terms}
 
     @model_validator(mode="before")
@@ -466,32 +475,23 @@ class Loss(Section):
     @model_validator(mode="after")
     def _schedule_is_of_its_settings(self) -> Self:
         settings = [line.setting for line in self.schedule]
-        pair = self.temperature if isinstance(self.temperature, TemperaturePair) else None
-        temperatures = ["temperature"] if pair is None else [f"temperature.{name}" for name in type(pair).model_fields]
         for number, line in enumerate(self.schedule):
-            part, at, name = (*line.setting.split("."), "", "")[:3]
-            term = self.terms[int(at)] if part == "terms" and at.isdigit() and int(at) < len(self.terms) else None
-            fits = term is not None and name in ("weight", "beta", "alpha") and name in type(term).model_fields
-            if line.setting not in (*temperatures, f"terms.{at}.{name}" if fits else ""):
+            place = self._place_of(line.setting)
+            if place is None:
                 raise ValueError(
-                    f"schedule.{number}.setting: expected {' or '.join(temperatures)}, or weight, beta or alpha of a "
-                    f"term that has it, as in terms.0.weight; got {line.setting!r}"
+                    f"schedule.{number}.setting: expected {' or '.join(self._temperature_settings)}, or weight, beta "
+                    f"or alpha of a term that has it, as in terms.0.weight; got {line.setting!r}"
                 )
             if settings.count(line.setting) > 1:
                 raise ValueError(f"schedule: expected each setting once, got {line.setting} twice")
-            owner: Section = self
-            field = "temperature"
-            if term is not None:
-                owner = term
-                field = name
-            elif pair is not None:
-                owner = pair
-                field = at
+            section, field = place
             try:
+                # between its points a line has no value beyond theirs
                 for value in line.values:
-                    type(owner).model_validate({**owner.model_dump(exclude={"schedule"}), field: value})
+                    type(section).model_validate({**section.model_dump(exclude={"schedule"}), field: value})
             except ValidationError:
                 raise ValueError(f"schedule.{number}.values: {value:g} is no {field} of {line.setting}") from None
+        # Weights change linearly: a sum that is 0 in any step is 0 in a step of a point too.
         for step in sorted({step for line in self.schedule for step in line.steps}):
             if not any(term.weight > 0 for term in self.at(step).terms):
                 raise ValueError(f"schedule: every term has weight 0 in step {step}")
@@ -500,6 +500,26 @@ class Loss(Section):
                     f"schedule: every term but {LAYERED_NAMES} has weight 0 in step {step}; these do not train the head"
                 )
         return self
+
+    @property
+    def _temperature_settings(self) -> list[str]:
+        """Temperatures as a schedule names them: the one of both models, or each of two."""
+        if isinstance(self.temperature, TemperaturePair):
+            return [f"temperature.{name}" for name in type(self.temperature).model_fields]
+        return ["temperature"]
+
+    def _place_of(self, setting: str) -> tuple[Section, str] | None:
+        """Return the section of a scheduled setting and its field there; None where it cannot be scheduled."""
+        scheduled = _term_and_field(setting)
+        if scheduled is not None and scheduled[0] < len(self.terms):
+            number, field = scheduled
+            term = self.terms[number]
+            return (term, field) if field in SCHEDULED_FIELDS and field in type(term).model_fields else None
+        if setting not in self._temperature_settings:
+            return None
+        if isinstance(self.temperature, TemperaturePair):
+            return self.temperature, setting.removeprefix("temperature.")
+        return self, setting
 
     @property
     def temperatures(self) -> TemperaturePair:
@@ -518,6 +538,7 @@ class Loss(Section):
     @property
     def scale(self) -> float:
         """The factor of the divergences."""
+        # gradients of logits that are divided by T shrink by T^2 (Hinton et al., 2015); they are the student's
         return self.temperatures.student**2 if self.scale_by_temperature_squared else 1.0
 
     @property
@@ -590,23 +611,24 @@ class Loss(Section):
 
     def at(self, step: int) -> Loss:
         """Return the loss that applies after `step` optimizer steps, without a schedule."""
+        if not self.schedule:
+            return self
         terms = list(self.terms)
-        more = dict[str, object]()
+        temperature = self.temperature
         for line in self.schedule:
-            if line.setting == "temperature":
-                more["temperature"] = line.at(step)
-                continue
-            if line.setting.startswith("temperature."):
-                temperatures = more.get("temperature", self.temperatures)
-                assert isinstance(temperatures, TemperaturePair)
-                name = line.setting.removeprefix("temperature.")
-                more["temperature"] = temperatures.model_copy(update={name: line.at(step)})
-                continue
-            _, number, name = line.setting.split(".")
-            terms[int(number)] = terms[int(number)].model_copy(update={name: line.at(step)})
+            value = line.at(step)
+            scheduled = _term_and_field(line.setting)
+            if scheduled is not None:
+                number, field = scheduled
+                terms[number] = terms[number].model_copy(update={field: value})
+            elif isinstance(temperature, TemperaturePair):
+                temperature = temperature.model_copy(update={line.setting.removeprefix("temperature."): value})
+            else:
+                temperature = value
+        changed: dict[str, object] = {"terms": terms, "temperature": temperature, "schedule": []}
         if not any(term.type == "cross_entropy" and term.weight > 0 for term in terms):
-            more |= {"label_smoothing": 0.0, "z_loss": 0.0}  # both are parts of cross_entropy
-        return self.model_copy(update={"terms": terms, "schedule": [], **more}) if self.schedule else self
+            changed |= {"label_smoothing": 0.0, "z_loss": 0.0}  # both are parts of cross_entropy
+        return self.model_copy(update=changed)
 
     def with_kept_layers(self, kept: Sequence[int] | None) -> Loss:
         """Return the loss whose terms of `layers: auto` pair the layers of a student with those it was cut from.

@@ -55,15 +55,15 @@ def test_numbers_are_those_of_today_but_for_rounding_and_time(quoted, now, diffe
 
 def test_a_command_that_fails_is_noticed(tmp_path):
     with pytest.raises(ValueError, match="exit code 1"):
-        guide_outputs.run("true\nfalse\ntrue\n", tmp_path)
+        guide_outputs.run_shell("true\nfalse\ntrue\n", tmp_path)
 
 
 def test_a_refusal_is_quoted_with_its_exit_code(tmp_path):
     refusal = "echo refused >&2\nexit 2\n"
-    assert guide_outputs.run(refusal, tmp_path, exit_code=2) == ["refused"]
+    assert guide_outputs.run_shell(refusal, tmp_path, exit_code=2) == ["refused"]
     for commands, code in ((refusal, 0), (refusal, 1), ("true\n", 2)):
         with pytest.raises(ValueError, match="exit code"):
-            guide_outputs.run(commands, tmp_path, exit_code=code)
+            guide_outputs.run_shell(commands, tmp_path, exit_code=code)
 
 
 @pytest.mark.full  # starts the server that forks
@@ -72,12 +72,12 @@ def test_programs_of_an_example_are_processes_of_their_own(tmp_path):
     programs = guide_outputs.Programs(tmp_path, environment, [server])
     code = "import os, sys, torch; print(os.getcwd(), sys.argv[1:]); sys.exit(3)"
     commands = f"cd /\ntype -P distill\npython -c '{code}' one two\n"
-    assert guide_outputs.run(commands, tmp_path, exit_code=3, programs=programs) == [
+    assert guide_outputs.run_shell(commands, tmp_path, exit_code=3, programs=programs) == [
         str(tmp_path / "distill"),
         "/ ['one', 'two']",
     ]
     ended = "python -c 'import time; time.sleep(60)' & sleep 0.5; kill $!; wait $! || echo $?"
-    assert guide_outputs.run(ended, tmp_path, programs=programs) == ["143"]
+    assert guide_outputs.run_shell(ended, tmp_path, programs=programs) == ["143"]
 
 
 RUN = """\

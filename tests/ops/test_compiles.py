@@ -243,7 +243,7 @@ def by_name(kernels):
 
 def kernels_of(case):
     """Those recorded, where nothing that they are compiled from has changed since, and else those compiled now."""
-    if compiled_rows.compiled_from().get((case.family, case.name)) == compiled_rows.source_of(case):
+    if compiled_rows.recorded_hashes().get((case.family, case.name)) == compiled_rows.case_hash(case):
         return recorded(case)
     return compiled(case.family, case.snippet)
 
@@ -252,8 +252,9 @@ def kernels_of(case):
 @pytest.mark.parametrize("family", compiled_rows.FAMILIES)
 def test_what_is_recorded_is_what_is_compiled(family):
     (case,) = [case for case in CASES if case.family == family and case.part == "optimizer"]
-    if compiled_rows.compiled_from().get((family, case.name)) == compiled_rows.source_of(case):
-        assert by_name(compiled(family, case.snippet)) == by_name(recorded(case))
+    if compiled_rows.recorded_hashes().get((family, case.name)) != compiled_rows.case_hash(case):
+        pytest.skip("recorded of other sources; test_kernels_fit_every_family compiles every case")
+    assert by_name(compiled(family, case.snippet)) == by_name(recorded(case))
 
 
 @pytest.mark.full

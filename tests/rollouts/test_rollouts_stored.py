@@ -166,7 +166,8 @@ def test_each_response_has_the_route_of_its_prompt(others):
 @pytest.mark.full
 @pytest.mark.parametrize("case", REREAD_FP32)
 def test_two_processes_store_and_learn_the_same(others, case):
-    one, two = others / "runs" / case, others / "runs" / f"{case}-two"
+    one = others / "runs" / case
+    two = others / "runs" / f"{case}-two"
     same_answers(one, two)
 
 
@@ -202,7 +203,8 @@ def test_ahead_draws_from_weights_one_step_old(others):
 
 @pytest.mark.full
 def test_a_run_with_old_weights_resumes_to_the_bit_and_stores_nothing_twice(others):
-    whole, again = others / "runs/ahead", others / "runs/again"
+    whole = others / "runs/ahead"
+    again = others / "runs/again"
     assert [file.name for file in files(again)] == [file.name for file in files(whole)]
     assert stored(whole) == stored(again)
     for name, value in weights(whole).items():

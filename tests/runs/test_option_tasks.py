@@ -82,7 +82,8 @@ def assert_as_a_plain_loop(model, tokenizer, prompts, chat, tolerance, normalise
     assert (values - sums).abs().max() < tolerance
     chosen = {}
     for normalise in normalised:
-        best, divisor = [], DIVISORS[normalise]
+        best = []
+        divisor = DIVISORS[normalise]
         for prompt, scores in zip(prompts, expected, strict=True):
             ratios = [score[0] / divisor(score) for score in scores]
             best.append(prompt.options[ratios.index(max(ratios))])

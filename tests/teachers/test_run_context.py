@@ -25,7 +25,7 @@ from distill.generation.rewards import Rewards
 from distill.generation.rollout_contexts import RolloutContexts
 from distill.generation.sampling import Sampling
 from distill.recipe import dump, parse
-from distill.recipe.context_template import names_of, render
+from distill.recipe.context_template import Response, names_of, render
 from distill.recipe.loss import Loss
 from distill.run import run
 from distill.teachers.backends.local import LoadedTeacher
@@ -392,19 +392,31 @@ def test_names_of_a_template():
 
 
 @pytest.mark.parametrize(
-    "template, name",
+    "template",
     [
-        ("Right: {{ best }}", "best"),
-        ("{{ rollouts[0] if rollouts else '' }}", "rollouts"),
-        ("{{ best or failed }}", "best"),
-        ("{{ rollouts | join(', ') }}", "rollouts"),
-        ("{% for one in rollouts[:2] %}{{ one }}{% endfor %}", "one"),
+        "Right: {{ best }}",
+        "{{ rollouts[0] if rollouts else '' }}",
+        "{{ best or failed }}",
+        "{{ rollouts | join(', ') }}",
+        "{{ rollouts }}",
+        "{% for one in rollouts[:2] %}{{ one }}{% endfor %}",
+        "{% set one = best %}{{ row.number | int + 1 }}{{ 'Right: %s' | format(one) }}",
+        "{{ 'Right: ' ~ best }}",
     ],
 )
-def test_a_template_writes_fields_of_responses_and_never_a_whole_one(template, name):
+def test_a_template_writes_fields_of_responses_and_never_a_whole_one(template):
     """Else the teacher would read the Python text of a dict."""
-    with pytest.raises(ValueError, match=rf"expected a field of a response, such as {name}\.answer"):
+    with pytest.raises(ValueError, match=r"expected a field of a response, such as best\.answer"):
         names_of(template)
+
+
+def test_a_whole_response_of_a_run_alone_ends_it():
+    """Where values of no row take another branch of the template."""
+    template = "{% if row.kind == 'hard' %}{{ failed }}{% endif %}"
+    assert names_of(template).columns == ("kind",)
+    of_a_run = {"row": {"kind": "hard"}, "failed": Response(answer="4")}
+    with pytest.raises(ValueError, match=r"teacher\.context\.template: expected a field of a response"):
+        render(template, of_a_run)
 
 
 def test_fields_of_responses_are_written_in_any_way():
