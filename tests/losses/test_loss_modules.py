@@ -13,7 +13,7 @@ from distill_kernels import (
     LossTerm,
     TokenStats,
 )
-from distill_kernels.losses.operator import linear_divergence_op
+from distill_kernels.losses.operator import TOKENS, linear_divergence_op
 from helpers import no_syncs, ops_called, realistic_heads, relative_error
 
 V, N = 60, 12
@@ -257,33 +257,29 @@ def test_op_passes_opcheck(where):
     wanted = [True, True, False, False, False, True]
     torch.library.opcheck(
         linear_divergence_op,
-        (
-            x,
-            w,
-            None,
-            None,
-            None,
-            [xt],
-            [wt],
-            [None],
-            labels,
-            scale,
-            None,
-            [],
-            objective,
-            1.0,
-            V,
-            torch.float32,
-            None,
-            False,
-            False,
-            False,
-            wanted,
-            *(None, None, None, None, None),
-            "",
-            0,
-            "",
-        ),
+        (x, w, None, None, None),
+        {
+            "teacher_hidden": [xt],
+            "teacher_weight": [wt],
+            "teacher_bias": [None],
+            "labels": labels,
+            "row_scale": scale,
+            "valid_rows": None,
+            "mixture": [1.0, 1.0, 0.0],
+            "objective": objective,
+            "lora_scale": 1.0,
+            "vocab": V,
+            "dtype": torch.float32,
+            "workspace": None,
+            "skip_rows": False,
+            "no_ignored_rows": False,
+            "per_row": False,
+            "required": wanted,
+            **dict.fromkeys(TOKENS),
+            "tail": "",
+            "student_k": 0,
+            "policy": "",
+        },
     )
 
 

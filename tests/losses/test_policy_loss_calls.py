@@ -17,7 +17,7 @@ def test_a_label_that_is_no_token_makes_its_row_nan(kernel_device):
     (x, w, bias), labels, advantages, _ = draw(kernel_device)
     labels[2:5] = torch.tensor([V, -1, 10**12], device=x.device)
     module = FusedPolicyGradientLoss()
-    batch = RowBatch(labels, torch.ones(N, device=x.device), None, policy=Policy(advantages, None, None, module.policy))
+    batch = RowBatch(labels, torch.ones(N, device=x.device), None, Policy(advantages, None, None, module.policy))
     how = {"vocab": V, "dtype": x.dtype}
     output = fused_linear_divergence(Head(x, w, bias), None, batch, module.objective, RequiredGrads(True), **how)
     wrong = torch.zeros(N, dtype=torch.bool, device=x.device)
@@ -105,7 +105,7 @@ def test_full_vocabulary_keeps_the_error_bounds(device, rows, vocab, name):
     exact = reference_linear_divergence(
         Head(*(t.double() for t in tensors)),
         None,
-        RowBatch(labels, scale, None, policy=Policy(*given, module.policy)),
+        RowBatch(labels, scale, None, Policy(*given, module.policy)),
         module.objective,
         RequiredGrads(True, True, True),
         vocab=vocab,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from distill_kernels import FusedDistillationLoss, FusedStudentTopKKLLoss, LossTerm, fused_student_top_k_kl_loss
 from distill_kernels.losses import plan as planning
-from distill_kernels.losses.operator import linear_divergence_op
+from distill_kernels.losses.operator import TOKENS, linear_divergence_op
 from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, StudentTopK
 from distill_kernels.losses.topk_select import select_student_top_k
@@ -271,11 +271,29 @@ def test_operators_pass_opcheck(device):
     required, scale = [True, True, False, False, False, True], torch.ones(N, device=device)
     torch.library.opcheck(
         linear_divergence_op,
-        (
-            *(x.requires_grad_(), w.requires_grad_(), None, None, None, [x_t], [w_t], [None], None, scale, None, []),
-            *(FusedStudentTopKKLLoss()._encoded, 1.0, V, torch.float32, None, False, False, False, required),
-            *(None, None, None, None, None, "bucket", 8, ""),
-        ),
+        (x.requires_grad_(), w.requires_grad_(), None, None, None),
+        {
+            "teacher_hidden": [x_t],
+            "teacher_weight": [w_t],
+            "teacher_bias": [None],
+            "labels": None,
+            "row_scale": scale,
+            "valid_rows": None,
+            "mixture": [1.0, 1.0, 0.0],
+            "objective": FusedStudentTopKKLLoss()._encoded,
+            "lora_scale": 1.0,
+            "vocab": V,
+            "dtype": torch.float32,
+            "workspace": None,
+            "skip_rows": False,
+            "no_ignored_rows": False,
+            "per_row": False,
+            "required": required,
+            **dict.fromkeys(TOKENS),
+            "tail": "bucket",
+            "student_k": 8,
+            "policy": "",
+        },
     )
 
 

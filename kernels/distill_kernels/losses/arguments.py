@@ -9,12 +9,15 @@ environment values are checked there too, with host syncs.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
-from distill_kernels.losses.operands import Inputs, RowBatch
+from distill_kernels.losses.mixture import TeacherHead
+from distill_kernels.losses.operands import Head, RowBatch, TokenArguments
 from distill_kernels.losses.policy_reference import Policy
-from distill_kernels.losses.terms import Objective, plain_number
+from distill_kernels.losses.terms import plain_number
+from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.operands import check_tensor
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -101,64 +104,88 @@ def check_tokens(
             expect(once, "valid_rows", "each row once", f"some of {valid_rows.numel()} rows twice")
 
 
-def check_arguments(objective: Objective, inputs: Inputs) -> tuple[int, torch.dtype]:
+def check_arguments(
+    student: Head,
+    teachers: Sequence[TeacherHead],
+    tokens: TokenArguments,
+    vocab_size: int | None,
+    *,
+    needs_labels: bool,
+) -> tuple[int, torch.dtype]:
     """Check a fused loss's arguments; return the number of vocabulary columns used and the compute dtype.
 
+    Args:
+        student: hidden states [..., H] and the head.
+        teachers: teachers that are read.
+        tokens: per-token arguments.
+        vocab_size: columns that both vocabularies share; None: all of the student's, and as many of a teacher's.
+        needs_labels: the loss has a term of hard labels.
+
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: naming the argument that does not fit; one of several teachers by its number too.
     """
-    hidden, weight, teacher_hidden, teacher_weight = inputs[:4]
-    for name in (
-        "student_hidden",
-        "student_weight",
-        "teacher_hidden",
-        "teacher_weight",
-        "student_bias",
-        "teacher_bias",
-    ):
-        tensor = getattr(inputs, name)
-        if tensor is not None:
-            check_tensor(name, tensor)
-            expect(type(tensor).__name__ != "DTensor", name, WHOLE_TENSOR, "a DTensor")
+    hidden = student.hidden
+    weight = student.weight
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", student.bias)):
+        _check_plain(f"student_{name}", tensor)
     fits = hidden.dim() >= 2 and hidden.dtype in FLOATS
     expect(fits, "student_hidden", "floating [..., H] of at least 2 dimensions", _described(hidden))
-    leading = hidden.shape[:-1]
     _check_weight("student_weight", weight, hidden, "student_hidden")
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
     if not autocast:
         expect(weight.dtype == dtype, "student_weight", f"{dtype} as student_hidden", weight.dtype)
-    heads = [("student_weight", weight.shape[0])]
-    if objective.needs_teacher:
-        expect(teacher_hidden is not None, "teacher_hidden", "the teacher's hidden states", None)
-        expect(teacher_weight is not None, "teacher_weight", "the teacher's head", None)
-    if teacher_hidden is not None and teacher_weight is not None:
-        fits = teacher_hidden.shape[:-1] == leading
-        expected = f"leading dimensions {list(leading)} as student_hidden"
-        expect(fits, "teacher_hidden", expected, list(teacher_hidden.shape))
-        _check_weight("teacher_weight", teacher_weight, teacher_hidden, "teacher_hidden")
-        same = teacher_hidden.device == hidden.device
-        expect(same, "teacher_hidden", f"device {hidden.device} as student_hidden", teacher_hidden.device)
-        heads.append(("teacher_weight", teacher_weight.shape[0]))
-    vocab = weight.shape[0] if inputs.vocab_size is None else int(inputs.vocab_size)
-    for name, width in heads:
-        if inputs.vocab_size is None:
-            expected = f"{vocab} rows as student_weight (or pass vocab_size, the shared columns)"
-            expect(width == vocab, name, expected, width)
-        expect(0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
-    check_tokens(
-        inputs.labels, inputs.token_weights, inputs.num_items, inputs.valid_rows, leading=leading, device=hidden.device
-    )
-    hard = inputs.labels is not None or objective.hard_weight == 0.0
+    vocab = weight.shape[0] if vocab_size is None else int(vocab_size)
+    _check_columns("student", weight, student.bias, vocab)
+    for number, teacher in enumerate(teachers):
+        try:
+            _check_teacher(teacher, hidden, vocab, vocab_size)
+        except ValueError as error:
+            if len(teachers) == 1:
+                raise
+            raise ValueError(f"teachers[{number}]: {error}") from None
+    leading = hidden.shape[:-1]
+    check_tokens(*tokens, leading=leading, device=hidden.device)
+    hard = tokens.labels is not None or not needs_labels
     expect(hard, "labels", "token indices, since the loss has a cross-entropy term", None)
-    for name, bias, width in (
-        ("student_bias", inputs.student_bias, heads[0][1]),
-        ("teacher_bias", inputs.teacher_bias, heads[-1][1]),
-    ):
-        if bias is not None:
-            expect(bias.shape == (width,), name, f"shape [{width}]", list(bias.shape))
-    _check_lora(inputs)
+    if student.lora_a is not None and student.lora_b is not None:
+        a, b = student.lora_a, student.lora_b
+        fits = a.dim() == 2 and a.shape[1] == hidden.shape[-1] and b.shape == (weight.shape[0], a.shape[0])
+        expected = f"A [r, {hidden.shape[-1]}] and B [{weight.shape[0]}, r]"
+        expect(fits, "student_lora", expected, f"A {list(a.shape)} and B {list(b.shape)}")
     return vocab, dtype
+
+
+def _check_plain(name: str, tensor: torch.Tensor | None) -> None:
+    """Check that a tensor is one, and whole; None is skipped."""
+    if tensor is not None:
+        check_tensor(name, tensor)
+        expect(type(tensor).__name__ != "DTensor", name, WHOLE_TENSOR, "a DTensor")
+
+
+def _check_columns(model: str, weight: torch.Tensor, bias: torch.Tensor | None, vocab: int) -> None:
+    """Check that a head has the `vocab` columns that count, and a bias for each of its own."""
+    width = weight.shape[0]
+    expect(0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {model}_weight", vocab)
+    if bias is not None:
+        expect(bias.shape == (width,), f"{model}_bias", f"shape [{width}]", list(bias.shape))
+
+
+def _check_teacher(teacher: TeacherHead, student_hidden: torch.Tensor, vocab: int, vocab_size: int | None) -> None:
+    """Check a teacher's tensors beside the student's hidden states, and its columns."""
+    hidden = teacher.hidden
+    for name, tensor in (("hidden", hidden), ("weight", teacher.weight), ("bias", teacher.bias)):
+        _check_plain(f"teacher_{name}", tensor)
+    expected = f"leading dimensions {list(student_hidden.shape[:-1])} as student_hidden"
+    expect(hidden.shape[:-1] == student_hidden.shape[:-1], "teacher_hidden", expected, list(hidden.shape))
+    _check_weight("teacher_weight", teacher.weight, hidden, "teacher_hidden")
+    same = hidden.device == student_hidden.device
+    expect(same, "teacher_hidden", f"device {student_hidden.device} as student_hidden", hidden.device)
+    width = teacher.weight.shape[0]
+    if vocab_size is None:
+        expected = f"{vocab} rows as student_weight (or pass vocab_size, the shared columns)"
+        expect(width == vocab, "teacher_weight", expected, width)
+    _check_columns("teacher", teacher.weight, teacher.bias, vocab)
 
 
 Lora = tuple[torch.Tensor, torch.Tensor, float]
@@ -175,19 +202,8 @@ def unpack_lora(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | 
     three = isinstance(lora, (tuple, list)) and len(lora) == 3
     expect(three, "student_lora", "(A, B, scale)", f"{type(lora).__name__} of {len(lora)}")
     for tensor in lora[:2]:
-        check_tensor("student_lora", tensor)
-        expect(type(tensor).__name__ != "DTensor", "student_lora", WHOLE_TENSOR, "a DTensor")
+        _check_plain("student_lora", tensor)
     return lora[0], lora[1], float(plain_number(lora[2], "student_lora"))
-
-
-def _check_lora(inputs: Inputs) -> None:
-    a, b, _ = unpack_lora(inputs.student_lora)
-    if a is not None and b is not None:
-        width = inputs.student_hidden.shape[-1]
-        columns = inputs.student_weight.shape[0]
-        fits = a.dim() == 2 and a.shape[1] == width and b.shape == (columns, a.shape[0])
-        expected = f"A [r, {width}] and B [{columns}, r]"
-        expect(fits, "student_lora", expected, f"A {list(a.shape)} and B {list(b.shape)}")
 
 
 def check_top_k(ids: torch.Tensor, logprobs: torch.Tensor, leading: torch.Size) -> None:
@@ -238,9 +254,9 @@ def check_values(batch: RowBatch, vocab: int, *, labels_count: bool) -> None:
     values = []
     if labels_count and batch.labels is not None:
         values.append(("labels", batch.labels[rows], counted))
-    if batch.top is not None:
-        used = batch.top.logprobs[rows] > -torch.inf
-        values.append(("teacher_ids", batch.top.ids[rows], used & counted[:, None]))
+    if isinstance(batch.chosen, TopK):
+        used = batch.chosen.logprobs[rows] > -torch.inf
+        values.append(("teacher_ids", batch.chosen.ids[rows], used & counted[:, None]))
     for name, given, matters in values:
         wrong = given.long()[((given < 0) | (given.long() >= vocab)) & matters]
         if wrong.numel():

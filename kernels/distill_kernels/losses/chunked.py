@@ -16,16 +16,15 @@ from torch import nn
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.arguments import REDUCTIONS, Lora, check_arguments, expect, unpack_lora, workspace_bytes
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, nonzero_rows, row_scales
-from distill_kernels.losses.operands import Head, Inputs, LossOutput, RequiredGrads, RowBatch
+from distill_kernels.losses.mixture import TeacherHead
+from distill_kernels.losses.operands import Head, LossOutput, RequiredGrads, RowBatch, TokenArguments
 from distill_kernels.losses.projection import matmul_fp32
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
-from distill_kernels.losses.terms import LossTerm, make_objective
 from distill_kernels.operands import differentiable_once
 
 Rows = slice | torch.Tensor
 # of raw logits [n, V], rows, their factors [n], and whether the gradient is required
 RowLoss = Callable[[torch.Tensor, Rows, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
-NO_TEACHER_OBJECTIVE = make_objective([LossTerm("cross_entropy", 1.0)])._replace(hard_weight=0.0)
 
 
 def raw_logits(head: Head, hidden: torch.Tensor) -> torch.Tensor:
@@ -186,43 +185,35 @@ class ChunkedLoss(nn.Module):
         Raises:
             ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
         """
-        inputs = Inputs(
-            student_hidden,
-            student_weight,
-            teacher_hidden,
-            teacher_weight,
-            labels,
-            student_bias,
-            teacher_bias,
-            student_lora,
-            token_weights,
-            num_items,
-            valid_rows,
-            vocab_size,
-        )
-        lora_a, lora_b, lora_scale = unpack_lora(student_lora)
-        vocab, dtype = check_arguments(NO_TEACHER_OBJECTIVE, inputs)
-        hidden = student_hidden.flatten(0, -2)
+        student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
+        teachers = []
+        if teacher_hidden is not None and teacher_weight is not None:
+            teachers.append(TeacherHead(teacher_hidden, teacher_weight, bias=teacher_bias))
+        tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
+        vocab, dtype = check_arguments(student, teachers, tokens, vocab_size, needs_labels=False)
+        student = student._replace(hidden=student_hidden.flatten(0, -2))
+        teacher = teachers[0].by_row().cut(vocab, dtype) if teachers else None
         labels = None if labels is None else labels.flatten()
         weights = None if token_weights is None else token_weights.detach().flatten()
         scale = row_scales(
-            hidden, labels, weights, num_items, valid_rows, ignore_index=self.ignore_index, reduction=self.reduction
+            student.hidden,
+            labels,
+            weights,
+            num_items,
+            valid_rows,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
         )
         per_row = self.reduction == "none"
         scale, down = (scale, None) if per_row else fp16_safe_scale(scale, dtype)
-        teacher = None
-        if teacher_hidden is not None and teacher_weight is not None:
-            bias = None if teacher_bias is None else teacher_bias.detach()
-            teacher = Head(teacher_hidden.detach().flatten(0, -2), teacher_weight.detach(), bias).cut(vocab, dtype)
         skip = valid_rows is None and (labels is not None or weights is not None)
         rows = nonzero_rows(scale) if skip else valid_rows
-        students = (hidden, student_weight, student_bias, lora_a, lora_b)
         grad = torch.is_grad_enabled()
-        required = RequiredGrads(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
-        settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
+        required = RequiredGrads(*(grad and tensor is not None and tensor.requires_grad for tensor in student[:5]))
+        settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, student_hidden.device)}
         batch = RowBatch(labels, scale, rows)
-        call = _ChunkedCall(lora_scale, batch, required, self._row_loss(teacher, labels), settings, per_row)
-        loss: torch.Tensor = _ChunkedFunction.apply(*students, call)
+        call = _ChunkedCall(student.lora_scale, batch, required, self._row_loss(teacher, labels), settings, per_row)
+        loss: torch.Tensor = _ChunkedFunction.apply(*student[:5], call)
         if per_row:
             return loss.view(student_hidden.shape[:-1])
         return loss if down is None else loss * down

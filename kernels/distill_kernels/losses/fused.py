@@ -20,10 +20,12 @@ from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_r
 from distill_kernels.losses.operands import Head, LossOutput, RequiredGrads, RowBatch, RowCall
 from distill_kernels.losses.plan import CHUNK_ROWS, ChunkPlan, plan_chunks
 from distill_kernels.losses.policy_kernel import launch_policy_row_loss
+from distill_kernels.losses.policy_reference import Policy
 from distill_kernels.losses.projection import TILE, ChunkLogits, HardLabelRows, Transform, project
 from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
+from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.losses.topk_select import select_student_top_k
 
 
@@ -123,8 +125,10 @@ def fused_linear_divergence(
         weight_16_bit=weight_16_bit,
     )
     needs_both = objective.hard_weight != 0.0 or required.stats
-    both_temperatures = temperature != 1.0 and needs_both and batch.policy is None
-    teacher_both = teacher_temperature != 1.0 and required.stats and batch.policy is None
+    # statistics of a policy gradient are at the loss's temperature alone
+    policy = batch.chosen if isinstance(batch.chosen, Policy) else None
+    both_temperatures = temperature != 1.0 and needs_both and policy is None
+    teacher_both = teacher_temperature != 1.0 and required.stats and policy is None
     transforms = (
         Transform(objective.student_scale, objective.student_softcap, temperature, both_temperatures),
         Transform(objective.teacher_scale, objective.teacher_softcap, teacher_temperature, teacher_both),
@@ -150,9 +154,9 @@ def fused_linear_divergence(
     both = both_temperatures, teacher_both
     buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both, models=models)
     selected = None
-    if batch.student_top is not None:  # relative logits in 16 bits are no better than what the K lack of 1
-        with_rest = logit_dtype == torch.float32 and batch.student_top.tail == "bucket"
-        selected = batch.student_top.allocate(n, device, with_rest=with_rest)
+    if isinstance(batch.chosen, StudentTopK):  # relative logits in 16 bits are no better than what the K lack of 1
+        with_rest = logit_dtype == torch.float32 and batch.chosen.tail == "bucket"
+        selected = batch.chosen.allocate(n, device, with_rest=with_rest)
     mixer = None
     if isinstance(teacher, Mixture):
         mixer = TeacherMixer(
@@ -220,8 +224,8 @@ def fused_linear_divergence(
             )
         project(student, select_rows(hidden, start, stop), student_logits, transforms[0], descriptors=descriptors)
         row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
-        if batch.top is not None:
-            row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(argument_rows))
+        if isinstance(batch.chosen, TopK):
+            row_loss = functools.partial(launch_top_k_row_loss, top=batch.chosen.rows(argument_rows))
         elif selected is not None and teacher_logits is not None:
             top = selected.rows(argument_rows)
             select_student_top_k(
@@ -235,11 +239,9 @@ def fused_linear_divergence(
             # the teacher's K log-probabilities are picked out: what follows is a top-K loss
             teacher_logits = None
             row_loss = functools.partial(launch_top_k_row_loss, top=top)
-        elif batch.policy is not None:
+        elif policy is not None:
             chunk_head = student._replace(hidden=select_rows(hidden, start, stop))
-            row_loss = functools.partial(
-                launch_policy_row_loss, policy=batch.policy.rows(argument_rows), head=chunk_head
-            )
+            row_loss = functools.partial(launch_policy_row_loss, policy=policy.rows(argument_rows), head=chunk_head)
         elif mixer is not None:
             row_loss = functools.partial(launch_mixture_row_loss, at_temperature_1=at_temperature_1)
         call = RowCall(

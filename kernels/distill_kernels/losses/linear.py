@@ -22,9 +22,14 @@ from distill_kernels.losses.arguments import can_check_values, check_values, exp
 from distill_kernels.losses.divergence import RowRequest, RowResult, reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.operands import Head, LossOutput, RequiredGrads, RowBatch
-from distill_kernels.losses.policy_reference import reference_policy_rows
+from distill_kernels.losses.policy_reference import Policy, reference_policy_rows
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_reference import reference_student_top_k_rows, reference_top_k_rows
+from distill_kernels.losses.topk_reference import (
+    StudentTopK,
+    TopK,
+    reference_student_top_k_rows,
+    reference_top_k_rows,
+)
 
 REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 32 MiB in fp32
 
@@ -152,12 +157,12 @@ def reference_linear_divergence(
         here = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(accumulate_dtype)
         row_loss: Callable[..., RowResult] = reference_rows
-        if batch.top is not None:
-            row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here))
-        elif batch.student_top is not None and isinstance(teacher, Head):
-            row_loss = functools.partial(reference_student_top_k_rows, student_top=batch.student_top)
-        elif batch.policy is not None:
-            row_loss = functools.partial(reference_policy_rows, policy=batch.policy.rows(here))
+        if isinstance(batch.chosen, TopK):
+            row_loss = functools.partial(reference_top_k_rows, top=batch.chosen.rows(here))
+        elif isinstance(batch.chosen, StudentTopK) and isinstance(teacher, Head):
+            row_loss = functools.partial(reference_student_top_k_rows, student_top=batch.chosen)
+        elif isinstance(batch.chosen, Policy):
+            row_loss = functools.partial(reference_policy_rows, policy=batch.chosen.rows(here))
         elif isinstance(teacher, Mixture):
             row_loss = functools.partial(reference_mixture_rows, mixture=teacher, here=here, project=project)
         labels = None if batch.labels is None else batch.labels[here]

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses.divergence import RowRequest, RowResult, log_softmax, reference_rows, transform_logits
-from distill_kernels.losses.operands import Head
+from distill_kernels.losses.operands import Chosen, Head
 from distill_kernels.losses.terms import Objective, TokenStats
 
 Rows = slice | torch.Tensor
 
 
 class TeacherHead(NamedTuple):
-    """One of several teachers, as the fused losses take it (`teachers=`); no tensor of it gets a gradient.
+    """One teacher, as the fused losses take it (`teachers=`); no tensor of it gets a gradient.
 
     Attributes:
         hidden: hidden states, [N, H] or [..., H] with the student's leading dimensions.
@@ -45,6 +45,24 @@ class TeacherHead(NamedTuple):
     bias: torch.Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+
+    def by_row(self) -> Head:
+        """Return the head without gradients and its hidden states as [N, H]."""
+        bias = None if self.bias is None else self.bias.detach()
+        return Head(self.hidden.detach().flatten(0, -2), self.weight.detach(), bias)
+
+
+class Target(NamedTuple):
+    """What a loss compares the student's distribution of each token with.
+
+    Attributes:
+        teachers: teachers of which the mixture of probabilities is the target; one is itself the target, none is for
+            losses of labels, of a stored top K and of sampled tokens.
+        chosen: tokens that are compared, with what is known of them; None: all of the vocabulary.
+    """
+
+    teachers: Sequence[TeacherHead] = ()
+    chosen: Chosen | None = None
 
 
 class Mixture(NamedTuple):
@@ -97,13 +115,15 @@ def compared_teacher(
 
     Args:
         heads: detached heads with hidden states [N, H]: one, several, or none.
-        mixture: the list of `flatten_teachers`; empty where `teachers` was not given.
-        objective: objective of the module, with the scale and soft cap of a single teacher.
+        mixture: the list of `flatten_teachers`.
+        objective: objective of the module.
     """
-    if not mixture:
-        return (heads[0] if heads else None), objective
+    if not heads:
+        return None, objective
     # Every third number from places 0, 1 and 2: the order of `flatten_teachers`.
-    shares, scales, softcaps = (tuple(mixture[part::3]) for part in range(3))
+    shares = tuple(mixture[0::3])
+    scales = tuple(mixture[1::3])
+    softcaps = tuple(mixture[2::3])
     # One teacher that counts is no mixture, whatever its share: its logits are compared as they are.
     if len(heads) == 1:
         return heads[0], objective._replace(teacher_scale=scales[0], teacher_softcap=softcaps[0])

@@ -10,9 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distill_kernels.losses.arguments import REDUCTIONS, Lora, checked_direction, expect, workspace_bytes
-from distill_kernels.losses.mixture import TeacherHead
-from distill_kernels.losses.operands import Inputs
+from distill_kernels.losses.arguments import (
+    REDUCTIONS,
+    Lora,
+    checked_direction,
+    expect,
+    unpack_lora,
+    workspace_bytes,
+)
+from distill_kernels.losses.mixture import Target, TeacherHead
+from distill_kernels.losses.operands import Head, TokenArguments
 from distill_kernels.losses.operator import LossSettings, fused_loss
 from distill_kernels.losses.terms import Clip, LossTerm, Temperatures, TokenStats, make_objective
 
@@ -126,21 +133,34 @@ class FusedDistillationLoss(nn.Module):
                 as described in arguments.py. In backward, for `create_graph=True`, and for reduction "none" where a
                 teacher's tensor, labels or `valid_rows` were modified in place.
         """
-        inputs = Inputs(
-            student_hidden,
-            student_weight,
-            teacher_hidden,
-            teacher_weight,
-            labels,
-            student_bias,
-            teacher_bias,
-            student_lora,
-            token_weights,
-            num_items,
-            valid_rows,
-            vocab_size,
+        student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
+        if teachers is None:
+            heads = self._one_teacher(teacher_hidden, teacher_weight, teacher_bias)
+        else:
+            alone = teacher_hidden is None and teacher_weight is None
+            expect(alone, "teachers", "either teachers or teacher_hidden and teacher_weight", "both")
+            expect(len(teachers) > 0, "teachers", "at least one TeacherHead", "none")
+            heads = tuple(teachers)
+        tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
+        return fused_loss(self._settings(), student, Target(heads), tokens, vocab_size, return_stats=return_stats)
+
+    def _one_teacher(
+        self, hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> tuple[TeacherHead, ...]:
+        """Return the teacher with the module's scale and soft cap; none where its hidden states or head are not given.
+
+        Raises:
+            ValueError: where the loss needs what is not given.
+        """
+        needed = self.objective.needs_teacher
+        expect(hidden is not None or not needed, "teacher_hidden", "the teacher's hidden states", None)
+        expect(weight is not None or not needed, "teacher_weight", "the teacher's head", None)
+        if hidden is None or weight is None:
+            return ()
+        scale = self.objective.teacher_scale
+        return (
+            TeacherHead(hidden, weight, bias=bias, logit_scale=scale, softcap=self.objective.teacher_softcap or None),
         )
-        return fused_loss(self._settings(), inputs, return_stats, teachers=teachers)
 
     def _settings(self) -> LossSettings:
         return LossSettings(

@@ -14,29 +14,24 @@ from distill_kernels.losses.terms import TokenStats
 from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import contiguous_rows
 
+# Tokens that a row compares where it is not the whole vocabulary: a teacher's K, the student's K, or the sampled one.
+Chosen = TopK | StudentTopK | Policy
 
-class Inputs(NamedTuple):
-    """Arguments of a fused loss; see `FusedDistillationLoss.forward`."""
 
-    student_hidden: torch.Tensor
-    student_weight: torch.Tensor
-    teacher_hidden: torch.Tensor | None = None
-    teacher_weight: torch.Tensor | None = None
+class TokenArguments(NamedTuple):
+    """Per-token arguments of a loss module, as `FusedDistillationLoss.forward` describes them."""
+
     labels: torch.Tensor | None = None
-    student_bias: torch.Tensor | None = None
-    teacher_bias: torch.Tensor | None = None
-    student_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    token_weights: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
     num_items: torch.Tensor | int | None = None
     valid_rows: torch.Tensor | None = None
-    vocab_size: int | None = None
 
 
 class Head(NamedTuple):
     """One model's hidden states and language-model head.
 
     Attributes:
-        hidden: hidden states, [N, H].
+        hidden: hidden states, [N, H]; [..., H] as a module gets them.
         weight: weight of the head, [Vp, H], Vp >= V: rows from V on are padding.
         bias: bias of the head, [Vp] or None.
         lora_a: LoRA's A, [r, H] or None: the head's weight is `weight + lora_scale * lora_b @ lora_a`.
@@ -70,32 +65,30 @@ class RowBatch(NamedTuple):
         labels: int64 [N] or None; row i of the hidden states predicts labels[i].
         row_scale: [N] fp32 (fp64 for fp64 inputs); a row's loss is multiplied by it, 0 skips the row.
         rows: int64 [M], the rows worth computing, or None for all of them.
-        top: the teacher's top-K log-probabilities of every token, or None where the teacher is a head.
+        chosen: the tokens that a row compares, with what is known of them; None: all of the vocabulary. `StudentTopK`
+            goes with a teacher's head, `TopK` and `Policy` (whose sampled tokens are the labels) with none.
         no_ignored_rows: no row to compute has scale 0 (hidden states of such rows may hold anything, NaN as well).
         lse: `LossOutput.lse` of the same tokens, or None. With it only gradients are computed, no loss.
-        policy: arguments of a policy-gradient loss, whose sampled tokens are the labels, or None.
-        student_top: compare with the teacher's head over the student's most probable tokens only; None: over all.
     """
 
     labels: torch.Tensor | None
     row_scale: torch.Tensor
     rows: torch.Tensor | None
-    top: TopK | None = None
+    chosen: Chosen | None = None
     no_ignored_rows: bool = False
     lse: torch.Tensor | None = None
-    policy: Policy | None = None
-    student_top: StudentTopK | None = None
 
     def contiguous(self) -> RowBatch:
         """Return the batch with contiguous vectors, as kernels read them."""
-        top = self.top
-        if top is not None:
-            top = top._replace(ids=contiguous_rows(top.ids), logprobs=contiguous_rows(top.logprobs))
+        chosen = self.chosen
+        if isinstance(chosen, TopK):
+            chosen = chosen._replace(ids=contiguous_rows(chosen.ids), logprobs=contiguous_rows(chosen.logprobs))
+        elif isinstance(chosen, Policy):
+            chosen = chosen.contiguous()
         labels = contiguous_rows(self.labels)
         rows = contiguous_rows(self.rows)
-        policy = None if self.policy is None else self.policy.contiguous()
         scale = contiguous_rows(self.row_scale)
-        return self._replace(labels=labels, row_scale=scale, rows=rows, top=top, policy=policy)
+        return self._replace(labels=labels, row_scale=scale, rows=rows, chosen=chosen)
 
     def mask_ignored(self, x: torch.Tensor, which: slice | torch.Tensor) -> torch.Tensor:
         """Return `x` [n, ...], values of the rows `which`, with zeros where a row has scale 0."""

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, check_policy, expect, unpack_lora
+from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, check_policy, expect
 from distill_kernels.losses.linear import linear_divergence, nonzero_rows, row_scales
-from distill_kernels.losses.mixture import Mixture, TeacherHead, compared_teacher, flatten_teachers
-from distill_kernels.losses.operands import Head, Inputs, RequiredGrads, RowBatch
+from distill_kernels.losses.mixture import Mixture, Target, compared_teacher, flatten_teachers
+from distill_kernels.losses.operands import Chosen, Head, RequiredGrads, RowBatch, TokenArguments
 from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
 from distill_kernels.losses.terms import Objective, TokenStats
@@ -62,11 +62,14 @@ def _linear_divergence(
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
     heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
     teacher, compared = compared_teacher(heads, mixture, Objective.decode(objective))
-    top = None if teacher_ids is None or teacher_logprobs is None else TopK(teacher_ids, teacher_logprobs, tail)
-    tokens = (advantages, old_logprobs, reference_logprobs)
-    sampled = Policy(*tokens, PolicySettings.decode(policy)) if policy else None
-    own_top = StudentTopK(student_k, tail) if student_k else None
-    batch = RowBatch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled, student_top=own_top)
+    chosen: Chosen | None = None
+    if teacher_ids is not None and teacher_logprobs is not None:
+        chosen = TopK(teacher_ids, teacher_logprobs, tail)
+    elif student_k:
+        chosen = StudentTopK(student_k, tail)
+    elif policy:
+        chosen = Policy(advantages, old_logprobs, reference_logprobs, PolicySettings.decode(policy))
+    batch = RowBatch(labels, row_scale, rows, chosen, no_ignored_rows)
     student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
     output = linear_divergence(
         student,
@@ -231,16 +234,12 @@ def _versions(teacher: Head | Mixture | None, batch: RowBatch) -> list[tuple[str
     heads = teacher.heads if isinstance(teacher, Mixture) else () if teacher is None else (teacher,)
     read = [(f"teacher_{name}", tensor) for head in heads for name, tensor in zip(Head._fields, head[:3], strict=False)]
     read += [("labels", batch.labels), ("valid_rows", batch.rows)]
-    if batch.top is not None:
-        read += [("teacher_ids", batch.top.ids), ("teacher_logprobs", batch.top.logprobs)]
-    if batch.policy is not None:
-        read += list(zip(Policy._fields, batch.policy[:3], strict=False))
+    if isinstance(batch.chosen, TopK):
+        read += [("teacher_ids", batch.chosen.ids), ("teacher_logprobs", batch.chosen.logprobs)]
+    if isinstance(batch.chosen, Policy):
+        read += list(zip(Policy._fields, batch.chosen[:3], strict=False))
     known = [(name, tensor) for name, tensor in read if tensor is not None and not tensor.is_inference()]
     return [(name, tensor, tensor._version) for name, tensor in known]
-
-
-def _detached(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
-    return Head(hidden.detach().flatten(0, -2), weight.detach(), None if bias is None else bias.detach())
 
 
 class LossSettings(NamedTuple):
@@ -256,117 +255,114 @@ class LossSettings(NamedTuple):
 
 def fused_loss(
     settings: LossSettings,
-    inputs: Inputs,
-    return_stats: bool,
+    student: Head,
+    target: Target,
+    tokens: TokenArguments,
+    vocab_size: int | None = None,
     *,
-    top: TopK | StudentTopK | None = None,
-    policy: Policy | None = None,
-    teachers: Sequence[TeacherHead] | None = None,
+    return_stats: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
     """Compute a fused loss from its settings and arguments; every loss module calls this.
 
     Args:
         settings: settings of the loss module.
-        inputs: tensors of `FusedDistillationLoss.forward`.
+        student: the student's hidden states [..., H] and head.
+        target: what the student is compared with; teachers are left out where nothing reads them.
+        tokens: labels, weights and the rows that count.
+        vocab_size: columns that both vocabularies share; None: all.
         return_stats: return `(loss, TokenStats)`.
-        top: a top-K teacher's tokens and log-probabilities, [..., K], in place of a teacher's head; or how many of the
-            student's most probable tokens are compared with the teacher's head.
-        policy: arguments of a policy-gradient loss, [...], in place of divergences.
-        teachers: several teachers, whose mixture is the target.
 
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    objective, encoded, ignore_index, reduction, workspace, skip_ignored_rows = settings
-    student_top, top = (top, None) if isinstance(top, StudentTopK) else (None, top)
-    if not objective.needs_teacher and not return_stats:
-        inputs = inputs._replace(teacher_hidden=None, teacher_weight=None, teacher_bias=None)
-    several = teachers is not None and len(teachers) > 0 and (objective.needs_teacher or return_stats)
-    expect(teachers is None or len(teachers) > 0, "teachers", "at least one TeacherHead", "none")
-    alone = inputs.teacher_hidden is None and inputs.teacher_weight is None
-    expect(not teachers or alone, "teachers", "either teachers or teacher_hidden and teacher_weight", "both")
-    # needs no teacher's head, or has them checked one by one
-    heads_only = objective if top is None and not several else objective._replace(kinds=())
-    vocab, dtype = check_arguments(heads_only, inputs)
-    others = tuple(teachers) if teachers and several else ()
-    lora = unpack_lora(inputs.student_lora)
-    for number, other in enumerate(others):
-        one = inputs._replace(teacher_hidden=other.hidden, teacher_weight=other.weight, teacher_bias=other.bias)
-        try:
-            check_arguments(objective, one)
-        except ValueError as error:
-            raise ValueError(f"teachers[{number}]: {error}") from None
-    shape = inputs.student_hidden.shape[:-1]
-    if top is not None:
-        most = min(vocab, MAX_TOP_K)
-        expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
-        top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
-    if student_top is not None:
-        expect(student_top.k <= vocab, "k", f"1 to the {vocab} columns that count", student_top.k)
-    if policy is not None:
-        check_policy(policy, shape, inputs.student_hidden.device)
-        advantages, old, reference = (None if each is None else each.detach().flatten() for each in policy[:3])
-        policy = Policy(advantages, old, reference, policy.settings)
-    teacher_heads: list[Head] = []
-    mixture: list[float] = []
-    if several:
-        counted, mixture = flatten_teachers(others)
-        teacher_heads = [_detached(teacher.hidden, teacher.weight, teacher.bias) for teacher in counted]
-    elif inputs.teacher_hidden is not None and inputs.teacher_weight is not None:
-        teacher_heads = [_detached(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)]
-    hidden = inputs.student_hidden.flatten(0, -2)
-    valid_rows = inputs.valid_rows
-    labels = None if inputs.labels is None else inputs.labels.flatten()
-    weights = None if inputs.token_weights is None else inputs.token_weights.detach().flatten()
+    objective = settings.objective
+    teachers = target.teachers if objective.needs_teacher or return_stats else ()
+    vocab, dtype = check_arguments(student, teachers, tokens, vocab_size, needs_labels=objective.hard_weight != 0.0)
+    shape = student.hidden.shape[:-1]
+    chosen = _by_row(target.chosen, vocab, shape, student.hidden.device)
+    counted, mixture = flatten_teachers(teachers) if teachers else ([], [])
+    heads = [teacher.by_row() for teacher in counted]
+    student = student._replace(hidden=student.hidden.flatten(0, -2))
+    labels = None if tokens.labels is None else tokens.labels.flatten()
+    weights = None if tokens.weights is None else tokens.weights.detach().flatten()
     scale = row_scales(
-        hidden, labels, weights, inputs.num_items, valid_rows, ignore_index=ignore_index, reduction=reduction
+        student.hidden,
+        labels,
+        weights,
+        tokens.num_items,
+        tokens.valid_rows,
+        ignore_index=settings.ignore_index,
+        reduction=settings.reduction,
     )
-    per_row = reduction == "none"
     some_ignored = labels is not None or weights is not None
-    skip = skip_ignored_rows and valid_rows is None and some_ignored
+    skip = settings.skip_ignored_rows and tokens.valid_rows is None and some_ignored
     no_ignored_rows = skip or not some_ignored
-    students = (hidden, inputs.student_weight, inputs.student_bias, *lora[:2])
-    flags = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in students]
+    flags = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in student[:5]]
     required = RequiredGrads(*flags)._replace(stats=return_stats)
+    per_row = settings.reduction == "none"
+    # gradients that sum over rows wait for backward, which knows each row's upstream gradient
     recompute = per_row and any(flags[1:])
     scale, down = (scale, None) if recompute else fp16_safe_scale(scale, dtype)
     if torch.compiler.is_compiling():
-        tail = next((each.tail for each in (top, student_top) if each is not None), "")
         loss, stats, *_ = linear_divergence_op(
-            *students,
-            teacher_hidden=[head.hidden for head in teacher_heads],
-            teacher_weight=[head.weight for head in teacher_heads],
-            teacher_bias=[head.bias for head in teacher_heads],
+            *student[:5],
+            teacher_hidden=[head.hidden for head in heads],
+            teacher_weight=[head.weight for head in heads],
+            teacher_bias=[head.bias for head in heads],
             labels=labels,
             row_scale=scale,
-            valid_rows=valid_rows,
+            valid_rows=tokens.valid_rows,
             mixture=mixture,
-            objective=encoded,
-            lora_scale=lora[2],
+            objective=settings.encoded,
+            lora_scale=student.lora_scale,
             vocab=vocab,
             dtype=dtype,
-            workspace=workspace,
+            workspace=settings.workspace,
             skip_rows=skip,
             no_ignored_rows=no_ignored_rows,
             per_row=per_row,
             required=list(RequiredGrads(stats=return_stats) if recompute else required),
-            teacher_ids=None if top is None else top.ids,
-            teacher_logprobs=None if top is None else top.logprobs,
-            advantages=None if policy is None else policy.advantages,
-            old_logprobs=None if policy is None else policy.old_logprobs,
-            reference_logprobs=None if policy is None else policy.reference_logprobs,
-            tail=tail,
-            student_k=0 if student_top is None else student_top.k,
-            policy="" if policy is None else policy.settings.encode(),
+            **_plain_arguments(chosen),
         )
     else:
-        rows = _rows_to_compute(scale, valid_rows, skip)
-        teacher, compared = compared_teacher(teacher_heads, mixture, objective)
-        how = {"vocab": vocab, "dtype": dtype, "workspace": workspace}
-        batch = RowBatch(labels, scale, rows, top, no_ignored_rows, policy=policy, student_top=student_top)
-        loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, required, how, per_row, lora[2]))
+        rows = _rows_to_compute(scale, tokens.valid_rows, skip)
+        teacher, compared = compared_teacher(heads, mixture, objective)
+        how = {"vocab": vocab, "dtype": dtype, "workspace": settings.workspace}
+        batch = RowBatch(labels, scale, rows, chosen, no_ignored_rows)
+        call = (teacher, batch, compared, required, how, per_row, student.lora_scale)
+        loss, stats = _FusedLoss.apply(*student[:5], call)
     if down is not None:
         loss = loss * down
     if per_row:
         loss = loss.view(shape)
     return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
+
+
+def _by_row(chosen: Chosen | None, vocab: int, shape: torch.Size, device: torch.device) -> Chosen | None:
+    """Check what is known of the chosen tokens, [*shape, ...], and return it by rows, [N, ...]."""
+    if isinstance(chosen, TopK):
+        most = min(vocab, MAX_TOP_K)
+        expect(0 < chosen.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", chosen.ids.shape[-1])
+        return chosen._replace(ids=chosen.ids.flatten(0, -2), logprobs=chosen.logprobs.flatten(0, -2))
+    if isinstance(chosen, StudentTopK):
+        expect(chosen.k <= vocab, "k", f"1 to the {vocab} columns that count", chosen.k)
+    if isinstance(chosen, Policy):
+        check_policy(chosen, shape, device)
+        advantages, old, reference = (None if each is None else each.detach().flatten() for each in chosen[:3])
+        return Policy(advantages, old, reference, chosen.settings)
+    return chosen
+
+
+def _plain_arguments(chosen: Chosen | None) -> dict[str, Any]:
+    """Return the chosen tokens as the operator takes them: tensors, numbers and text."""
+    policy = chosen if isinstance(chosen, Policy) else None
+    return {
+        "teacher_ids": chosen.ids if isinstance(chosen, TopK) else None,
+        "teacher_logprobs": chosen.logprobs if isinstance(chosen, TopK) else None,
+        "advantages": None if policy is None else policy.advantages,
+        "old_logprobs": None if policy is None else policy.old_logprobs,
+        "reference_logprobs": None if policy is None else policy.reference_logprobs,
+        "tail": chosen.tail if isinstance(chosen, TopK | StudentTopK) else "",
+        "student_k": chosen.k if isinstance(chosen, StudentTopK) else 0,
+        "policy": "" if policy is None else policy.settings.encode(),
+    }

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.losses.arguments import Lora, expect
+from distill_kernels.losses.arguments import Lora, expect, unpack_lora
+from distill_kernels.losses.mixture import Target
 from distill_kernels.losses.modules import FusedDistillationLoss
-from distill_kernels.losses.operands import Inputs
+from distill_kernels.losses.operands import Head, TokenArguments
 from distill_kernels.losses.operator import fused_loss
 from distill_kernels.losses.policy_reference import KL_ESTIMATORS, NO_CLIP, Policy, PolicySettings
 from distill_kernels.losses.terms import LossTerm, TokenStats
@@ -109,19 +110,10 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         expect(s.clip_low == NO_CLIP or old_logprobs is not None, "old_logprobs", "a tensor with clip", None)
         some = advantages is not None or s.kl_weight or s.entropy_weight
         expect(bool(some), "advantages", "a tensor without kl_weight and entropy_weight", None)
-        inputs = Inputs(
-            student_hidden,
-            student_weight,
-            labels=labels,
-            student_bias=student_bias,
-            student_lora=student_lora,
-            token_weights=token_weights,
-            num_items=num_items,
-            valid_rows=valid_rows,
-            vocab_size=vocab_size,
-        )
-        policy = Policy(advantages, old_logprobs, reference_logprobs, s)
-        return fused_loss(self._settings(), inputs, return_stats, policy=policy)
+        student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
+        target = Target(chosen=Policy(advantages, old_logprobs, reference_logprobs, s))
+        tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
+        return fused_loss(self._settings(), student, target, tokens, vocab_size, return_stats=return_stats)
 
     def extra_repr(self) -> str:
         return f"{self.policy}, temperature={self.objective.temperature:g}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.losses.arguments import MAX_TOP_K, Lora, check_top_k, checked_direction, expect
+from distill_kernels.losses.arguments import MAX_TOP_K, Lora, check_top_k, checked_direction, expect, unpack_lora
+from distill_kernels.losses.mixture import Target
 from distill_kernels.losses.modules import FusedDistillationLoss
-from distill_kernels.losses.operands import Inputs
+from distill_kernels.losses.operands import Head, TokenArguments
 from distill_kernels.losses.operator import fused_loss
 from distill_kernels.losses.terms import Clip, LossTerm, Temperatures, TokenStats
 from distill_kernels.losses.topk_reference import TAILS, StudentTopK, TopK
@@ -130,22 +131,10 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         if self.teacher_factor != 1.0:
             # In fp32 at least: 16 bits would round the logarithms a second time.
             logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)) * self.teacher_factor
-        inputs = Inputs(
-            student_hidden,
-            student_weight,
-            None,
-            None,
-            labels,
-            student_bias,
-            None,
-            student_lora,
-            token_weights,
-            num_items,
-            valid_rows,
-            vocab_size,
-        )
-        top = TopK(teacher_ids, logprobs, self.tail)
-        return fused_loss(self._settings(), inputs, return_stats, top=top)
+        student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
+        target = Target(chosen=TopK(teacher_ids, logprobs, self.tail))
+        tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
+        return fused_loss(self._settings(), student, target, tokens, vocab_size, return_stats=return_stats)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tail={self.tail!r}"
@@ -219,21 +208,11 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
         Raises:
             ValueError: naming the argument whose shape or dtype does not fit, among them heads that are cut over ranks.
         """
-        inputs = Inputs(
-            student_hidden,
-            student_weight,
-            teacher_hidden,
-            teacher_weight,
-            labels,
-            student_bias,
-            teacher_bias,
-            student_lora,
-            token_weights,
-            num_items,
-            valid_rows,
-            vocab_size,
-        )
-        return fused_loss(self._settings(), inputs, return_stats, top=StudentTopK(self.k, self.tail))
+        student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
+        teachers = self._one_teacher(teacher_hidden, teacher_weight, teacher_bias)
+        target = Target(teachers, StudentTopK(self.k, self.tail))
+        tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
+        return fused_loss(self._settings(), student, target, tokens, vocab_size, return_stats=return_stats)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, k={self.k}, tail={self.tail!r}"
