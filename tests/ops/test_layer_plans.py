@@ -4,10 +4,13 @@ import random
 
 import pytest
 import torch
+from distill_kernels import sampling
 from distill_kernels.attention import flash, flash_backward
+from distill_kernels.decoding import experts as decode_experts
 from distill_kernels.extras import probability_kl, row_softmax
 from distill_kernels.launch import HAS_TRITON
-from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope
+from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, router
+from distill_kernels.matmul import fp8
 from distill_kernels.quantisation import fake_quantise
 from distill_kernels.quantisation.formats import FORMATS
 from distill_kernels.quantisation.number_format import Scales
@@ -18,7 +21,7 @@ if HAS_TRITON:
     from stand_in_gpu import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 MODULES = (bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, probability_kl, row_softmax, flash, flash_backward)
-MODULES += (fake_quantise,)
+MODULES += (fake_quantise, sampling, router, decode_experts, fp8)
 
 
 def address(value):
@@ -79,6 +82,10 @@ def vector(dtype):
     return torch.randn(48, dtype=dtype)
 
 
+def mixture(dtype):
+    return torch.rand(6, 4).argsort(1)[:, :2].contiguous(), torch.rand(6, 2, dtype=dtype)
+
+
 CALLS = {
     "rms_norm": (rms_norm.rms_norm, lambda d, s: (rows(d, s), vector(torch.float32))),
     "rms_norm, gemma": (lambda x, w: rms_norm.rms_norm(x, w, 1e-5, "gemma"), lambda d, s: (rows(d, s), vector(d))),
@@ -99,6 +106,20 @@ CALLS = {
         lambda x, t: probability_kl.kl_probabilities(x, t, "sum"),
         lambda d, s: (rows(d, False), rows(d, False)),
     ),
+    "route": (lambda logits: router.route(logits, 3)[0], lambda d, s: (rows(d, s, 16),)),
+    "route, groups and bias": (
+        lambda logits, bias: router.route(logits, 2, bias.detach(), "sigmoid", groups=4, kept_groups=2)[0],
+        lambda d, s: (rows(d, s, 16), torch.randn(16)),
+    ),
+    "sample_tokens": (
+        lambda logits, seeds, draws: sampling.sample_tokens(logits, seeds, draws, 0.7),
+        lambda d, s: (rows(d, s), torch.randint(0, 9, (6,)), torch.randint(0, 9, (6,))),
+    ),
+    "quantize_rows": (lambda x: fp8.quantize_rows(x.detach()), lambda d, s: (rows(d, s),)),
+    "decode_experts": (
+        torch.no_grad()(decode_experts.decode_experts),
+        lambda d, s: (rows(d, False), *mixture(d), torch.randn(4, 64, 48, dtype=d), torch.randn(4, 48, 32, dtype=d)),
+    ),
     "flash_attention": (flash.flash_attention, lambda d, s: (heads(d, s), heads(d, s), heads(d, s))),
 }
 
@@ -112,7 +133,7 @@ def test_a_replay_starts_what_the_launcher_does(name, started):
     for _ in range(6):
         dtype = generator.choice([torch.float32, torch.bfloat16])
         inputs = draw(dtype, generator.random() < 0.5)
-        wanted = [generator.random() < 0.7 for _ in inputs]
+        wanted = [x.is_floating_point() and generator.random() < 0.7 for x in inputs]
         inputs = [x.requires_grad_(wants) for x, wants in zip(inputs, wanted, strict=True)]
         known = {x.data_ptr() for x in inputs}
         upstream = None

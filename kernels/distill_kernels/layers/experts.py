@@ -26,6 +26,7 @@ from typing import Literal
 
 import torch
 
+from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.torch_internals import grouped_gemm
@@ -617,7 +618,7 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
 # ---- the op
 
 
-def _forward(
+def _launch_forward(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -645,7 +646,7 @@ def _forward(
     return y, hidden, row, slot, ends, rows if keep_rows else x.new_empty(0)
 
 
-def _backward(
+def _launch_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     index: torch.Tensor,
@@ -714,62 +715,27 @@ def _backward(
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 
-_forward_op = torch.library.custom_op("distill::experts", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("distill::experts_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(
-    x,
-    index,
-    weights,
-    gate_up,
-    down,
-    gate_up_bias,
-    down_bias,
-    residual,
-    activation,
-    interleaved,
-    transposed,
-    alpha,
-    limit,
-    keep_rows,
-):
+def _new_outputs(x, index, weights, gate_up, *rest) -> tuple[torch.Tensor, ...]:
+    *_, transposed, _, _, keep_rows = rest
     slots = index.numel()
     hidden = x.new_empty(slots, gate_up.shape[2 if transposed else 1])
-    order = x.new_empty(slots, dtype=torch.int32)
+    row = x.new_empty(slots, dtype=torch.int32)
     ends = x.new_empty(gate_up.shape[0], dtype=torch.int32)
     rows = x.new_empty((slots, x.shape[1]) if keep_rows else (0,))
-    return x.new_empty(x.shape), hidden, order, torch.empty_like(order), ends, rows
+    return x.new_empty(x.shape), hidden, row, torch.empty_like(row), ends, rows
 
 
-@_backward_op.register_fake
-def _(
-    dy,
-    x,
-    index,
-    weights,
-    gate_up,
-    down,
-    gate_up_bias,
-    down_bias,
-    hidden,
-    row,
-    slot,
-    ends,
-    rows,
-    activation,
-    interleaved,
-    transposed,
-    alpha,
-    limit,
-    needed,
-):
+def _new_gradients(dy, x, index, weights, gate_up, down, gate_up_bias, down_bias, *rest) -> tuple[torch.Tensor, ...]:
+    *_, needed = rest
     inputs = (x, weights, gate_up, down, gate_up_bias, down_bias)
     return tuple(
         tensor.new_empty(tensor.shape) if needs and tensor is not None else x.new_empty(0)
         for tensor, needs in zip(inputs, needed, strict=True)
     )
+
+
+# No plans: the grouped GEMMs between the kernels are torch's.
+_backward_op = KernelOp("experts_backward", _launch_backward, _new_gradients, planned=False)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -780,7 +746,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, index, weights, gate_up, down, gate_up_bias, down_bias, hidden, row, slot, ends, rows)
 
 
-def _differentiate(ctx, dy, *_):
+def _backward(ctx, dy):
     if dy is None:
         return (None,) * 14
     needs = ctx.needs_input_grad
@@ -792,7 +758,15 @@ def _differentiate(ctx, dy, *_):
     return dx, None, dweights, *others, dy if needs[7] else None, *[None] * 6
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+_forward_op = KernelOp(
+    "experts",
+    _launch_forward,
+    _new_outputs,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=1,
+    planned=False,
+)
 
 
 def experts(
@@ -869,5 +843,5 @@ def experts(
         float(alpha),
         float(limit),
         keep_rows and torch.is_grad_enabled(),
-    )[0]
+    )
     return y

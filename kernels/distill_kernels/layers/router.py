@@ -20,7 +20,8 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.fast_math import exp, reciprocal
 
 Score = Literal["softmax", "sigmoid"]
@@ -184,7 +185,7 @@ def _shape(experts: int) -> dict[str, int]:
     return {"BLOCK": block, "ROWS": max(1, 1024 // block)}
 
 
-def _forward(
+def _launch_forward(
     logits: torch.Tensor,
     k: int,
     bias: torch.Tensor | None,
@@ -203,7 +204,9 @@ def _forward(
     index = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
     shape = _shape(count)
     if tokens:
-        _route_kernel[(cdiv(tokens, shape["ROWS"]),)](
+        launch(
+            _route_kernel,
+            (cdiv(tokens, shape["ROWS"]),),
             logits,
             logits if bias is None else bias,
             weights,
@@ -226,7 +229,7 @@ def _forward(
     return weights, index
 
 
-def _backward(
+def _launch_backward(
     dweights: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, score: str, normalised: bool, scale: float
 ) -> torch.Tensor:
     tokens, count = logits.shape
@@ -248,7 +251,9 @@ def _backward(
     dlogits = logits.new_empty(tokens, count)
     shape = _shape(count)
     if tokens:
-        _route_backward_kernel[(cdiv(tokens, shape["ROWS"]),)](
+        launch(
+            _route_backward_kernel,
+            (cdiv(tokens, shape["ROWS"]),),
             logits,
             index,
             dweights.contiguous(),
@@ -266,20 +271,17 @@ def _backward(
     return dlogits
 
 
-_forward_op = torch.library.custom_op("distill::route", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("distill::route_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(logits, k, bias, score, normalised, scale, groups, kept_groups, by_max):
+def _new_outputs(logits, k, *settings) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-@_backward_op.register_fake
-def _(dweights, logits, index, score, normalised, scale):
+def _new_gradient(dweights, logits, *rest) -> torch.Tensor:
     return logits.new_empty(logits.shape)
+
+
+_backward_op = KernelOp("route_backward", _launch_backward, _new_gradient)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -291,14 +293,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(logits, index)
 
 
-def _differentiate(ctx, dweights, _):
+def _backward(ctx, dweights, _):
     if dweights is None:
         return (None,) * 9
     logits, index = ctx.saved_tensors
     return _backward_op(dweights, logits, index, *ctx.settings), *[None] * 8
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+_forward_op = KernelOp("route", _launch_forward, _new_outputs, setup_context=_setup_context, backward=_backward)
 
 
 def route(

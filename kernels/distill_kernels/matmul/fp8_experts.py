@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from distill_kernels.decoding.experts import decode_experts, is_decoding
-from distill_kernels.kernel_op import check_no_gradients, check_tensors
+from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import (
@@ -240,7 +240,7 @@ def _grouped_product(
 # ---- the op
 
 
-def _forward(
+def _launch(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -266,12 +266,8 @@ def _forward(
     return sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
 
 
-_forward_op = torch.library.custom_op("distill::fp8_experts", _forward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(x, index, weights, gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias, residual, *settings):
-    return x.new_empty(x.shape)
+# No plan: the grouped GEMMs between the kernels are torch's.
+_op = KernelOp("fp8_experts", _launch, lambda x, *rest: x.new_empty(x.shape), planned=False)
 
 
 class Fp8Experts(nn.Module):
@@ -348,11 +344,11 @@ class Fp8Experts(nn.Module):
         """[N, H] of tokens, the indices and weights [N, k] of their experts, and a residual to add -> [N, H].
 
         Raises:
-            ValueError: For a GPU without products of e4m3, another dtype than bfloat16 on a GPU, or an x that requires
-                a gradient.
+            ValueError: For a GPU without products of e4m3, another dtype than bfloat16 on a GPU, or a tensor that
+                requires a gradient.
         """
         check_tensors(x=x, index=index, weights=weights, residual=residual)
-        check_no_gradients(x=x, weights=weights)
+        check_no_gradients(x=x, weights=weights, residual=residual)
         if x.is_cuda and not device_facts(x.device).fp8:
             raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
         if x.is_cuda and x.dtype != torch.bfloat16:
@@ -373,7 +369,7 @@ class Fp8Experts(nn.Module):
                 gate_up_scale=self.gate_up_scale,
                 down_scale=self.down_scale,
             )
-        y: torch.Tensor = _forward_op(
+        y: torch.Tensor = _op(
             x.contiguous(),
             index,
             weights,
