@@ -323,8 +323,8 @@ class Fp8Linear(nn.Module):
         check_no_gradients(gate=gate, up=up)
         for part in (gate, up):
             _check(part)
-        quantized = _op(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]), activation)
-        y = _product(*quantized, self.weight, self.weight_scale, self.bias, gate.dtype)
+        x8, scale = _op(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]), activation)
+        y = _product(x8, scale, self.weight, self.weight_scale, self.bias, gate.dtype)
         return y.view(*gate.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
