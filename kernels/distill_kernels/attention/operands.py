@@ -218,6 +218,19 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+def score_constants(q: torch.Tensor, masking: ScoreSettings) -> dict[str, typing.Any]:
+    """Return the constants that attention's kernels and those of its gradient share, for queries [B, H, T, D]."""
+    size = q.shape[3]
+    return {
+        "HEAD_DIM": size,
+        "BLOCK_D": head_block(size),
+        "CAUSAL": masking.causal,
+        "PACKED": masking.packed,
+        "SOFTCAP": masking.softcap is not None,
+        "PRECISION": dot_precision(q.dtype),
+    }
+
+
 def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return `tensor` if TMA can load it, else a copy with rows padded to 16 bytes.
 

@@ -244,6 +244,8 @@ _add_forward_op = _norm_op("add_rms_norm_forward", 2)
 
 
 class _NormAndInput(torch.autograd.Function):
+    """The op with its input as a second output, which no op may return."""
+
     @staticmethod
     def forward(ctx, x, weight, eps, form, dtype):
         inputs = (x, None, weight, eps, form, dtype)

@@ -177,12 +177,15 @@ def _launch(
 
 
 class _Distance(torch.autograd.Function):
+    """Not an op: it takes lists of tensors, of which the kernel reads a table of addresses made anew in each call, and
+    keeps the teacher's states as an attribute, as inference tensors cannot be saved.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, teacher: list[torch.Tensor], rows: torch.Tensor, constants: dict[str, bool], *student: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, *student)
-        # inference tensors cannot be saved
         ctx.teacher = teacher
         ctx.constants = constants
         return _launch(student, teacher, rows, constants)

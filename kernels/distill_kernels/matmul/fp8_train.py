@@ -249,7 +249,13 @@ def _gradients(
     return [dx, *(gradient.to(weight.dtype) if one else None for gradient, weight, one in pairs)]
 
 
+# Functions and no ops: they are mostly cuBLAS's products, and what they keep for the backward depends on which of the
+# weights are trained.
+
+
 class _Linears(torch.autograd.Function):
+    """Products of one input, which is quantised once, with several weights."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x8, sx = quantize([x.reshape(-1, x.shape[-1])])
@@ -270,6 +276,8 @@ class _Linears(torch.autograd.Function):
 
 
 class _SwigluMlp(torch.autograd.Function):
+    """A gated MLP: its activation, and the gradients of gate and up, are quantised as they are computed."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         x8, sx = quantize([x.reshape(-1, x.shape[-1])])

@@ -75,6 +75,8 @@ def products(
 
 
 class _SharedLinear(torch.autograd.Function):
+    """A function and no op: its products are PyTorch's, and its node hands out slots for its outputs' gradients."""
+
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, biased: Sequence[int], x: torch.Tensor, *operands: torch.Tensor) -> Any:
         # cast here and not by autocast, whose cache would keep copies that were made without a graph
