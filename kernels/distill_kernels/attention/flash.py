@@ -40,7 +40,7 @@ from distill_kernels.attention.operands import (
     tiles_of,
     uses_tma,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.ranges import kernel_window, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.attention.split_kv import (
     concurrent_programs,
@@ -219,7 +219,7 @@ def forward_on_triton(
         lse if sinks is None else sinks,
         out.stride()[:3],
         ForwardSizes(batches=batches, heads=heads, group=heads // kv_heads, queries=queries, keys=keys),
-        UNBOUNDED if masking.window is None else masking.window,
+        kernel_window(masking.window),
         masking.score_factors,
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,

@@ -36,7 +36,7 @@ from distill_kernels.attention.operands import (
     tiles_of,
     uses_tma,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.ranges import kernel_window, key_tiles, packed_ranges
 from distill_kernels.attention.split_kv import (
     add_parts,
     concurrent_programs,
@@ -336,7 +336,7 @@ def _key_gradients(
             padded_rows=terms.shape[2],
             keys=keys,
         ),
-        UNBOUNDED if masking.window is None else masking.window,
+        kernel_window(masking.window),
         scale,
         masking.score_factors,
         BLOCK_M=tile.queries,
@@ -391,7 +391,7 @@ def _query_gradient(
             padded_rows=terms.shape[2],
             keys=keys,
         ),
-        UNBOUNDED if masking.window is None else masking.window,
+        kernel_window(masking.window),
         scale,
         masking.score_factors,
         BLOCK_M=tile.queries,

@@ -18,6 +18,7 @@ from distill_kernels.launch import (
     DeviceFacts,
     TensorDescriptor,
     device_facts,
+    dot_precision,
     next_power_of_2,
     tl,
     triton,
@@ -211,11 +212,6 @@ def uses_tma(facts: DeviceFacts, tile: Tiles) -> bool:
 def head_block(head_size: int) -> int:
     """Return the columns of a tile: the head size, padded for matrix instructions."""
     return max(16, next_power_of_2(head_size))
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return `tl.dot`'s input precision: fp32 operands are multiplied in fp32, not in tf32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def score_constants(q: torch.Tensor, masking: ScoreSettings) -> dict[str, typing.Any]:

@@ -21,11 +21,11 @@ import torch
 
 from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.attention.operands import ScoreSettings
-from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.attention.ranges import kernel_window
 from distill_kernels.constants import LOWEST
 from distill_kernels.decoding.cached_attention import reference_decode_attention
-from distill_kernels.decoding.common import Scratch, dependent_launch_options, prefetch, wait_for_previous_kernel
-from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
+from distill_kernels.decoding.common import Scratch, prefetch, wait_for_previous_kernel
+from distill_kernels.launch import dependent_launch_options, device_facts, dot_precision, next_power_of_2, tl, triton
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
 
@@ -308,7 +308,7 @@ def decode_step_attention(
         rows.stride(0),
         out.stride(0),
         cached.keys.shape[1],
-        UNBOUNDED if shape.window is None else shape.window,
+        kernel_window(shape.window),
         shape.scale * math.log2(math.e),
         shape.eps,
         HEADS=shape.heads,
@@ -321,9 +321,9 @@ def decode_step_attention(
         BLOCK_HALF=max(16, next_power_of_2(shape.size // 2)),
         BLOCK_N=config.keys,
         AHEAD=config.ahead,
-        PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(rows.dtype),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=config.warps,
         num_stages=config.stages,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )

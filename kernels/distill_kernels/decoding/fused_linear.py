@@ -23,7 +23,6 @@ from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.decoding.common import (
     Scratch,
     Stream,
-    dependent_launch_options,
     multiply,
     prefetch,
     rms_factor,
@@ -31,7 +30,15 @@ from distill_kernels.decoding.common import (
     sum_block,
     wait_for_previous_kernel,
 )
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.launch import (
+    cdiv,
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.layers.activations import activate
 
 MAX_ROWS = 128
@@ -303,9 +310,9 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
         PREFETCH=min(most, next_power_of_2(part)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x.dtype),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )

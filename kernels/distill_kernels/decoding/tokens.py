@@ -20,7 +20,6 @@ import torch
 from distill_kernels.constants import LOWEST
 from distill_kernels.decoding.common import (
     Stream,
-    dependent_launch_options,
     multiply,
     prefetch,
     rms_factor,
@@ -29,7 +28,15 @@ from distill_kernels.decoding.common import (
     wait_for_previous_kernel,
 )
 from distill_kernels.decoding.fused_linear import PREFETCHED, DecodeTile
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.launch import (
+    cdiv,
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.sampling import reference_sample
 
 FIELDS = 4  # numbers a row and tile: best score, z there, largest z, sum of e^(z - largest)
@@ -331,11 +338,11 @@ def score_tokens(
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
         PREFETCH=min(most, next_power_of_2(part)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x.dtype),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )
 
 
@@ -364,5 +371,5 @@ def finish_tokens(found: TileScores, state: SequenceState) -> None:
         ENDS=next_power_of_2(state.ends.shape[0]),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=4,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from distill_kernels.launch import cdiv, dependent_launch_options, launch, next_power_of_2, tl, triton
 
 
 class SumsTile(NamedTuple):
@@ -84,5 +84,5 @@ def column_sums(
         COLUMNS=tile.columns,
         DEPENDENT_LAUNCH=dependent_launch,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if dependent_launch else {}),
+        **dependent_launch_options(dependent_launch),
     )

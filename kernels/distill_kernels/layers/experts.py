@@ -22,7 +22,7 @@ time and may be captured in a CUDA graph. The GEMMs are torch's `grouped_mm`.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -37,21 +37,38 @@ SLOTS = 256  # of one program of the permutation
 MAX_WASTE = 1 / 16  # of a row's columns that a tile may exceed it by
 
 
+class GateForm(NamedTuple):
+    """What a(g, u) is, and how g and u lie in a row of 2 I columns.
+
+    Attributes:
+        activation: One of EXPERT_ACTIVATIONS.
+        interleaved: Columns of gate and up take turns; otherwise all of the gate come first.
+        alpha, limit: Of gpt-oss' "clamped_silu".
+    """
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float
+
+
 # ---- references: plain PyTorch, the specification
 
 
-def reference_gate(
-    gate_up: torch.Tensor, activation: str, interleaved: bool, alpha: float, limit: float
-) -> torch.Tensor:
+def _gate_and_up(gate_up: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:
+    if form.interleaved:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, -1)
+    return gate, up
+
+
+def reference_gate(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """Return the gated activation [S, I] of the gate and up projections [S, 2 I].
 
     "clamped_silu" is gpt-oss': (clamp(up, -limit, limit) + 1) g sigmoid(alpha g) with g = min(gate, limit).
     """
-    if interleaved:
-        gate = gate_up[..., ::2]
-        up = gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, -1)
+    activation, _, alpha, limit = form
+    gate, up = _gate_and_up(gate_up, form)
     if activation == "clamped_silu":
         gate = gate.clamp(max=limit)
         up = up.clamp(min=-limit, max=limit)
@@ -61,16 +78,11 @@ def reference_gate(
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-def _reference_derivatives(
-    gate_up: torch.Tensor, activation: str, interleaved: bool, alpha: float, limit: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference_derivatives(gate_up: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # the gated activation, and its derivatives by gate and by up; written out, as nothing is differentiated in an op
-    if interleaved:
-        gate = gate_up[..., ::2]
-        up = gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, -1)
-    value = reference_gate(gate_up, activation, interleaved, alpha, limit)
+    activation, _, alpha, limit = form
+    gate, up = _gate_and_up(gate_up, form)
+    value = reference_gate(gate_up, form)
     if activation == "clamped_silu":
         g = gate.clamp(max=limit)
         u = up.clamp(min=-limit, max=limit) + 1
@@ -102,6 +114,7 @@ def reference_experts(
     limit: float = 0.0,
 ) -> torch.Tensor:
     """Return `experts` in plain PyTorch, one expert after the other."""
+    form = GateForm(activation, interleaved, alpha, limit)
     y = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         tokens, choices = torch.where(index == expert)
@@ -110,7 +123,7 @@ def reference_experts(
         hidden = x[tokens] @ first
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        out = reference_gate(hidden, activation, interleaved, alpha, limit) @ second
+        out = reference_gate(hidden, form) @ second
         if down_bias is not None:
             out = out + down_bias[expert]
         y = y.index_add(0, tokens, (out * weights[tokens, choices, None]).to(y.dtype))
@@ -197,7 +210,7 @@ def permutation(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=index.device)
     row = torch.empty(slots, dtype=torch.int32, device=index.device)
     slot = torch.empty_like(row)
-    ends = torch.zeros(experts, dtype=torch.int32, device=index.device)
+    ends = torch.zeros(experts, dtype=torch.int32, device=index.device)  # of no slots they stay 0
     if slots:
         tile = min(64, next_power_of_2(experts))
         _histogram_kernel[(blocks,)](index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=4)
@@ -466,10 +479,7 @@ def _activation(
     slot: torch.Tensor,
     index: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
+    form: GateForm,
 ) -> torch.Tensor:
     """Return the gated activation [S, I] of x [S, 2 I] with each row's expert's bias."""
     slots = x.shape[0]
@@ -477,7 +487,7 @@ def _activation(
     if not runs_on_triton(x):
         if bias is not None:
             x = x + bias[index.flatten()[slot.long()]]
-        return reference_gate(x, activation, interleaved, alpha, limit)
+        return reference_gate(x, form)
     y = x.new_empty(slots, columns)
     if slots:
         tile = column_tile(columns, 512)
@@ -489,11 +499,11 @@ def _activation(
             x if bias is None else bias,
             y,
             slots,
-            alpha,
-            limit,
+            form.alpha,
+            form.limit,
             COLUMNS=columns,
-            ACTIVATION=activation,
-            INTERLEAVED=interleaved,
+            ACTIVATION=form.activation,
+            INTERLEAVED=form.interleaved,
             HAS_BIAS=bias is not None,
             ROWS=rows,
             TILE=tile,
@@ -509,10 +519,7 @@ def _activation_backward(
     bias: torch.Tensor | None,
     weights: torch.Tensor,
     da: torch.Tensor,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
+    form: GateForm,
     needs_scaled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return d(gate, up) [S, 2 I], the activation times the router weight [S, I], and <activation, da> [N, k]."""
@@ -522,9 +529,9 @@ def _activation_backward(
         if bias is not None:
             x = x + bias[index.flatten()[slot.long()]]
         weight = weights.flatten()[slot.long(), None].to(x.dtype)
-        value, by_gate, by_up = _reference_derivatives(x, activation, interleaved, alpha, limit)
+        value, by_gate, by_up = _reference_derivatives(x, form)
         gradients = (da * weight * by_gate, da * weight * by_up)
-        dx = torch.stack(gradients, -1).flatten(-2) if interleaved else torch.cat(gradients, -1)
+        dx = torch.stack(gradients, -1).flatten(-2) if form.interleaved else torch.cat(gradients, -1)
         by_row = (value * da).sum(1)
         dweight = torch.empty_like(by_row)
         dweight[slot.long()] = by_row
@@ -546,11 +553,11 @@ def _activation_backward(
             scaled,
             dweight,
             slots,
-            alpha,
-            limit,
+            form.alpha,
+            form.limit,
             COLUMNS=columns,
-            ACTIVATION=activation,
-            INTERLEAVED=interleaved,
+            ACTIVATION=form.activation,
+            INTERLEAVED=form.interleaved,
             HAS_BIAS=bias is not None,
             NEEDS_SCALED=needs_scaled,
             ROWS=rows,
@@ -640,7 +647,7 @@ def _launch_forward(
     row, slot, ends = permutation(index, gate_up.shape[0])
     rows = _gather(x, row, k)
     hidden = grouped_mm(rows, gate_up if transposed else gate_up.transpose(1, 2), ends)
-    activated = _activation(hidden, slot, index, gate_up_bias, activation, interleaved, alpha, limit)
+    activated = _activation(hidden, slot, index, gate_up_bias, GateForm(activation, interleaved, alpha, limit))
     out = grouped_mm(activated, down if transposed else down.transpose(1, 2), ends)
     y = sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
     return y, hidden, row, slot, ends, rows if keep_rows else x.new_empty(0)
@@ -680,10 +687,7 @@ def _launch_backward(
         gate_up_bias,
         weights.contiguous(),
         da,
-        activation,
-        interleaved,
-        alpha,
-        limit,
+        GateForm(activation, interleaved, alpha, limit),
         needs_down,
     )
     dweights = x.new_empty(0)

@@ -28,6 +28,7 @@ from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import (
     EXPERT_ACTIVATIONS,
     ExpertActivation,
+    GateForm,
     gated,
     grouped_mm,
     load_pair,
@@ -69,7 +70,7 @@ def reference_fp8_experts(
         hidden = product(x[tokens], gate_up[expert], gate_up_scale[expert])
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        activated = reference_gate(hidden, activation, False, alpha, limit)
+        activated = reference_gate(hidden, GateForm(activation, False, alpha, limit))
         out = product(activated, down[expert], down_scale[expert]).float()
         if down_bias is not None:
             out = out + down_bias[expert].float()
@@ -171,7 +172,7 @@ def _activation_quantised(
     if not runs_on_triton(x):
         if bias is not None:
             x = x + bias[index.flatten()[slot.long()]]
-        y8, of_row = reference_quantize_rows(reference_gate(x, activation, False, alpha, limit))
+        y8, of_row = reference_quantize_rows(reference_gate(x, GateForm(activation, False, alpha, limit)))
         return y8, of_row.flatten()
     y = torch.empty(slots, columns, dtype=FP8, device=x.device)
     scale = torch.empty(slots, dtype=torch.float32, device=x.device)
