@@ -52,6 +52,7 @@ def _decode_gate_up_kernel(
     BLOCK: tl.constexpr,
 ):
     """TILE columns of one slot's activation a program."""
+    # A product of a matrix and a vector, lane by lane: of a tensor core's rows one alone would be used.
     slot = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     expert = tl.load(index_ptr + slot).to(tl.int64)
@@ -126,7 +127,7 @@ def _decode_down_kernel(
             if HAS_SCALE:
                 weight *= tl.load(scale_ptr + expert * H + cols, mask=cols < H, other=0.0)[:, None]
             total += weight * x[None, :]
-    y = tl.sum(total, 1)
+    y = tl.sum(total, 1)  # [TILE], the lanes of all experts together
     if HAS_BIAS:
         for choice in tl.static_range(K):
             slot = token * K + choice
@@ -173,6 +174,8 @@ def _launch(
     y = torch.empty_like(x)
     if not tokens:
         return y
+    # Two launches, since each output of the second needs all of a slot's activation. What is not there is stood in for
+    # by x, whose address the kernels do not read then.
     first = _tiles(inner, hidden, transposed)
     launch(
         _decode_gate_up_kernel,

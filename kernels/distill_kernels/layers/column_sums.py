@@ -22,6 +22,16 @@ class SumsTile(NamedTuple):
     warps: int
 
 
+def row_groups(n_rows: int, rows: int, programs: int) -> tuple[int, int]:
+    """Return the rows of a group and the number of groups, for about `programs` that each loop over one group.
+
+    Args:
+        rows: Rows of a program's tile, of which a group has whole ones.
+    """
+    rows_per_group = cdiv(cdiv(n_rows, programs), rows) * rows
+    return rows_per_group, cdiv(n_rows, rows_per_group)
+
+
 def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
     """Return the tile found by a sweep on an H200: narrow with few columns (more programs), tall (fewer steps)."""
     if n_cols >= 4096:

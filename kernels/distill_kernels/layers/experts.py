@@ -206,6 +206,8 @@ def permutation(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
         row[slot] = torch.arange(slots, device=index.device)
         ends = torch.bincount(flat, minlength=experts).cumsum(0)
         return row.int(), slot.int(), ends.int()
+    # Every program of the second kernel reads the counts of all blocks: a scan in a launch of its own would cost more
+    # than these few KiB out of L2.
     blocks = cdiv(slots, SLOTS)
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=index.device)
     row = torch.empty(slots, dtype=torch.int32, device=index.device)
@@ -455,7 +457,7 @@ def _activation_backward_kernel(
         offset = row[:, None] * COLUMNS + cols[None, :]
         da = tl.load(da_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         value, by_gate, by_up = gated(gate, up, alpha, limit, ACTIVATION)
-        # masked columns: da is 0 there
+        # in fp32 over the whole row, which is one program's; masked columns: da is 0 there
         dweight += tl.sum(value * da, 1)
         if NEEDS_SCALED:
             scaled = value * weight[:, None]
@@ -593,6 +595,7 @@ def _expert_sums(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             y[expert] = x[begin:end].sum(0)
             begin = end
         return y
+    # Few columns a program: an expert's rows are all its own, so that experts times tiles must fill the GPU.
     tile = 64
     _expert_sums_kernel[(experts, cdiv(columns, tile))](x, ends, y, columns, ROWS=32, TILE=tile, num_warps=4)
     return y

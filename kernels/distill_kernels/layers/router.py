@@ -95,13 +95,15 @@ def _route_kernel(
     logits = tl.load(logits_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=float("-inf"))
     logits = tl.where(row[:, None] < N, logits.to(tl.float32), 0.0)
     p = _scores(logits, SCORE)
-    key = logits
+    key = logits  # softmax and sigmoid keep the order, and logits are not rounded as p is
     if HAS_BIAS or GROUPS > 1:
         key = p
     if HAS_BIAS:
         key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)[None, :]
     key = tl.where(cols[None, :] < E, key, float("-inf"))
     if GROUPS > 1:  # BLOCK equals E here
+        # The two largest of each group without a sort: the largest is taken out by its index, and what is then the
+        # largest is the second.
         grouped = tl.reshape(key, ROWS, GROUPS, BLOCK // GROUPS)
         value = tl.max(grouped, 2)  # [ROWS, GROUPS]
         if not BY_MAX:
@@ -115,6 +117,7 @@ def _route_kernel(
             kept = tl.where(group == best, 1, kept)
             value = tl.where(group == best, float("-inf"), value)
         key = tl.reshape(tl.where(kept[:, :, None] > 0, grouped, float("-inf")), ROWS, BLOCK)
+    # One after the other, each taken out of `key` by its index, so that equals come in the order of their indices.
     choice = tl.arange(0, BLOCK_K)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
     index = tl.zeros([ROWS, BLOCK_K], tl.int32)
@@ -155,6 +158,7 @@ def _route_backward_kernel(
     logits = tl.load(logits_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=float("-inf"))
     logits = tl.where(row[:, None] < N, logits.to(tl.float32), 0.0)
     p = _scores(logits, SCORE)
+    # The k gradients are brought to their experts' columns, [ROWS, BLOCK], without atomics: an expert is chosen once.
     upstream = tl.zeros([ROWS, BLOCK], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK], tl.int32)
     for place in tl.static_range(K):
@@ -164,6 +168,7 @@ def _route_backward_kernel(
         upstream = tl.where(here, dweight[:, None], upstream)
         chosen = tl.where(here, 1, chosen)
     upstream *= scale
+    # See the formulas above; where not chosen w and upstream are 0.
     if NORMALISED:
         kept = tl.where(chosen > 0, p, 0.0)
         total = tl.maximum(tl.sum(kept, 1), 1e-20)[:, None]
@@ -181,6 +186,7 @@ def _route_backward_kernel(
 
 
 def _shape(experts: int) -> dict[str, int]:
+    """Return the tile of both kernels: whole rows, together 1,024 logits or one longer row."""
     block = next_power_of_2(experts)
     return {"BLOCK": block, "ROWS": max(1, 1024 // block)}
 
