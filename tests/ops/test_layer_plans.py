@@ -8,13 +8,14 @@ from distill_kernels import sampling
 from distill_kernels.attention import flash, flash_backward
 from distill_kernels.decoding import experts as decode_experts
 from distill_kernels.extras import probability_kl, row_softmax
-from distill_kernels.launch import HAS_TRITON
+from distill_kernels.launch import HAS_TRITON, device_facts
 from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, router
 from distill_kernels.matmul import fp8
 from distill_kernels.quantisation import fake_quantise
 from distill_kernels.quantisation.formats import FORMATS
 from distill_kernels.quantisation.number_format import Scales
 from gpus import two_gpus
+from helpers import assert_captures
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
@@ -141,7 +142,7 @@ def test_a_replay_starts_what_the_launcher_does(name, started):
             log.clear()
             looked_up = sum(kernel.looked_up for kernel in kernels)
             outputs = call(*inputs)
-            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            several = as_tuple(outputs)
             leaves = [x for x, y in zip(inputs, wanted, strict=True) if y and x.requires_grad]
             made = list(several)
             if any(y.requires_grad for y in several):
@@ -166,6 +167,10 @@ def test_a_replay_starts_what_the_launcher_does(name, started):
                 assert (before.shape, before.stride(), before.dtype) == (after.shape, after.stride(), after.dtype)
                 assert before.data_ptr() in known or buffers.get(before.data_ptr()) == after.data_ptr()
     assert planned >= 2, "nothing was replayed"
+
+
+def as_tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def compare(before, after, known, buffers):
@@ -242,6 +247,46 @@ def test_replays_are_captured_and_keep_to_their_stream():
         y = rms_norm.rms_norm(late, weight)
     stream.synchronize()
     assert torch.equal(y, rms_norm.rms_norm(late, weight))
+
+
+REPLAYED = {  # by the name in CALLS
+    "route": router._forward_op,
+    "route, groups and bias": router._forward_op,
+    "sample_tokens": sampling._op,
+    "quantize_rows": fp8._op,
+    "decode_experts": decode_experts._op,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replays_have_the_launchers_bits_and_are_captured(name, monkeypatch):
+    if name == "quantize_rows" and not device_facts(torch.device("cuda")).fp8:
+        pytest.skip("this family of GPUs has no products of e4m3")
+    call, draw = CALLS[name]
+    op = REPLAYED[name]
+    monkeypatch.setattr(op, "plans", None)
+    held = [[x.cuda() for x in draw(torch.bfloat16, False)] for _ in range(2)]
+    upstream = torch.randn(6, 3, device="cuda")
+
+    def step(inputs):
+        outputs = call(*inputs)
+        made = [y.view(torch.uint8) if y.itemsize == 1 else y.detach() for y in as_tuple(outputs)]
+        if inputs[0].requires_grad:
+            made += torch.autograd.grad(outputs, inputs[0], upstream[:, : outputs.shape[1]].contiguous())
+        return made
+
+    for inputs in held:
+        inputs[0].requires_grad_(name.startswith("route"))
+    launched = [step(inputs) for inputs in held]
+    replayed = [step(inputs) for inputs in held]
+    (plan,) = op.plans.planned.plans()
+    assert plan.replay is not None
+    if plan.gradient is not None:
+        assert all(each.replay is not None for each in plan.gradient.planned.plans())
+    for before, after in zip(launched, replayed, strict=True):
+        assert all(map(torch.equal, before, after))
+    assert_captures(lambda: step(held[0]))
 
 
 @pytest.mark.gpu
