@@ -25,7 +25,15 @@ from distill_kernels.attention.ranges import kernel_window
 from distill_kernels.constants import LOWEST
 from distill_kernels.decoding.cached_attention import reference_decode_attention
 from distill_kernels.decoding.common import Scratch, prefetch, wait_for_previous_kernel
-from distill_kernels.launch import dependent_launch_options, device_facts, dot_precision, next_power_of_2, tl, triton
+from distill_kernels.launch import (
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
 
@@ -293,7 +301,9 @@ def decode_step_attention(
         out: [B, H D], rows contiguous, in that dtype.
     """
     facts = device_facts(rows.device)
-    _attention_kernel[(config.chunks, rows.shape[0] * shape.kv_heads)](
+    launch(
+        _attention_kernel,
+        (config.chunks, rows.shape[0] * shape.kv_heads),
         rows,
         rows if shape.q_norm is None else shape.q_norm,
         rows if shape.k_norm is None else shape.k_norm,

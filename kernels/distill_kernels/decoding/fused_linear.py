@@ -35,6 +35,7 @@ from distill_kernels.launch import (
     dependent_launch_options,
     device_facts,
     dot_precision,
+    launch,
     next_power_of_2,
     tl,
     triton,
@@ -280,7 +281,9 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
     biases = [x if bias is None else bias for bias in product.biases]
     last = len(weights) - 1
     three = range(3)
-    _product_kernel[(tiles_of(product, tile), splits)](
+    launch(
+        _product_kernel,
+        (tiles_of(product, tile), splits),
         x,
         tuple(weights[min(i, last)] for i in three),
         weights[0] if product.up is None else product.up,

@@ -33,6 +33,7 @@ from distill_kernels.launch import (
     dependent_launch_options,
     device_facts,
     dot_precision,
+    launch,
     next_power_of_2,
     tl,
     triton,
@@ -272,7 +273,9 @@ def embed_tokens(weight: torch.Tensor, norm: torch.Tensor, stream: Stream, state
     """
     rows, width = stream.x.shape
     block = min(next_power_of_2(width), 4096)
-    _embed_kernel[(rows,)](
+    launch(
+        _embed_kernel,
+        (rows,),
         state.token,
         weight,
         norm,
@@ -315,7 +318,9 @@ def score_tokens(
     facts = device_facts(x.device)
     part = cdiv(inputs, tile.inputs) * tile.inputs
     most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weight.element_size())) // 2)
-    _scores_kernel[(found.columns.shape[1],)](
+    launch(
+        _scores_kernel,
+        (found.columns.shape[1],),
         x,
         squares,
         weight,
@@ -349,7 +354,9 @@ def score_tokens(
 def finish_tokens(found: TileScores, state: SequenceState) -> None:
     rows, tiles = found.columns.shape
     facts = device_facts(found.columns.device)
-    _finish_kernel[(rows,)](
+    launch(
+        _finish_kernel,
+        (rows,),
         found.numbers,
         found.columns,
         state.token,

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.torch_internals import grouped_gemm
 
@@ -215,8 +215,10 @@ def permutation(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
     ends = torch.zeros(experts, dtype=torch.int32, device=index.device)  # of no slots they stay 0
     if slots:
         tile = min(64, next_power_of_2(experts))
-        _histogram_kernel[(blocks,)](index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=4)
-        _place_kernel[(blocks,)](
+        launch(_histogram_kernel, (blocks,), index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=4)
+        launch(
+            _place_kernel,
+            (blocks,),
             index,
             counts,
             row,
@@ -300,7 +302,7 @@ def _gather(x: torch.Tensor, row: torch.Tensor, k: int) -> torch.Tensor:
     if tokens:
         tile = column_tile(columns, 2048)
         grid = (tokens, cdiv(columns, tile))
-        _gather_kernel[grid](x, row, y, columns, x.stride(0), K=k, BLOCK=tile, num_warps=max(1, tile // 1024))
+        launch(_gather_kernel, grid, x, row, y, columns, x.stride(0), K=k, BLOCK=tile, num_warps=max(1, tile // 1024))
     return y
 
 
@@ -326,7 +328,9 @@ def sum_slots(
     y = x.new_empty(slots // k, columns)
     if slots:
         tile = column_tile(columns, 1024)
-        _sum_kernel[(slots // k, cdiv(columns, tile))](
+        launch(
+            _sum_kernel,
+            (slots // k, cdiv(columns, tile)),
             x,
             row,
             x if weights is None else weights,
@@ -494,7 +498,9 @@ def _activation(
     if slots:
         tile = column_tile(columns, 512)
         rows = max(1, 2048 // tile)
-        _activation_kernel[(cdiv(slots, rows), cdiv(columns, tile))](
+        launch(
+            _activation_kernel,
+            (cdiv(slots, rows), cdiv(columns, tile)),
             x,
             slot,
             index,
@@ -544,7 +550,9 @@ def _activation_backward(
     if slots:
         tile = min(1024, next_power_of_2(columns))  # masked columns cost less than more turns of the loop
         rows = max(1, 1024 // tile)
-        _activation_backward_kernel[(cdiv(slots, rows),)](
+        launch(
+            _activation_backward_kernel,
+            (cdiv(slots, rows),),
             x,
             slot,
             index,
@@ -597,7 +605,7 @@ def _expert_sums(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return y
     # Few columns a program: an expert's rows are all its own, so that experts times tiles must fill the GPU.
     tile = 64
-    _expert_sums_kernel[(experts, cdiv(columns, tile))](x, ends, y, columns, ROWS=32, TILE=tile, num_warps=4)
+    launch(_expert_sums_kernel, (experts, cdiv(columns, tile)), x, ends, y, columns, ROWS=32, TILE=tile, num_warps=4)
     return y
 
 

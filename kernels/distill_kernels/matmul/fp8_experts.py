@@ -23,7 +23,7 @@ from torch import nn
 
 from distill_kernels.decoding.experts import decode_experts, is_decoding
 from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import (
     EXPERT_ACTIVATIONS,
@@ -151,8 +151,19 @@ def _gather_quantised(x: torch.Tensor, row: torch.Tensor, k: int) -> tuple[torch
     if tokens:
         block = next_power_of_2(columns)
         warps = min(16, max(1, block // 1024))
-        _gather_quantise_kernel[(tokens,)](
-            x, row, y, scale, columns, x.stride(0), K=k, TINY=TINY, BLOCK=block, num_warps=warps
+        launch(
+            _gather_quantise_kernel,
+            (tokens,),
+            x,
+            row,
+            y,
+            scale,
+            columns,
+            x.stride(0),
+            K=k,
+            TINY=TINY,
+            BLOCK=block,
+            num_warps=warps,
         )
     return y, scale
 
@@ -179,7 +190,9 @@ def _activation_quantised(
     if slots:
         block = next_power_of_2(columns)
         rows = max(1, 2048 // block)
-        _activation_quantise_kernel[(cdiv(slots, rows),)](
+        launch(
+            _activation_quantise_kernel,
+            (cdiv(slots, rows),),
             x,
             slot,
             index,
