@@ -111,7 +111,8 @@ class _SharedLinear(torch.autograd.Function):
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         dx = None
         whole = joined_gradient(ctx, flat)
-        if weights and whole is not None and (weight := adjacent_as_one(weights)) is not None:
+        weight = adjacent_as_one(weights) if weights and whole is not None else None
+        if whole is not None and weight is not None:
             dx = whole @ weight
         elif weights:
             for place, g in flat.items():
