@@ -25,6 +25,7 @@ from distill_kernels.layers.state_distance import state_distance
 from distill_kernels.losses import DIVERGENCES
 from distill_kernels.losses.policy_reference import KL_ESTIMATORS
 from distill_kernels.matmul.fp8 import fp8_rms_norm
+from distill_kernels.matmul.fp8_experts import Fp8Experts
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
 from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
@@ -820,6 +821,13 @@ def _decoded(
         return decode_experts(x, index, shares, gate_up, down)
 
 
+def _quantised_mixture(
+    x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    quantised: torch.Tensor = Fp8Experts(gate_up, down)(x, index, shares)
+    return quantised
+
+
 def _routed(**settings: Any) -> Callable[..., torch.Tensor]:
     """Return the weights of two experts of each token."""
 
@@ -846,6 +854,7 @@ def _experts() -> dict[str, Example]:
     return {
         "experts: silu": call(_mixture(), "x shares gate_up down", **tensors),
         "experts: few tokens": call(_decoded, **tensors),
+        "experts: fp8": call(_quantised_mixture, dtypes=SIXTEEN, needs=_fp8_units, **tensors),
         "experts: clamped silu, biases, interleaved": call(
             clamped, "x shares gate_up down gate_up_bias down_bias", **tensors, **biases
         ),

@@ -57,9 +57,9 @@ def has_gpu() -> bool:
 class KernelOp:
     """A kernel launcher registered as `distill::<name>`, with the dispatcher skipped where nothing needs it.
 
-    Calls are positional. Double backward is not supported and raises, `create_graph=True` included. On a GPU, from the
-    third call on with arguments of one description (shapes, strides, dtypes, devices and plain values), an eager call
-    replays a launch plan, and so does its backward, where they can have one; nothing is checked again.
+    Calls are positional. A double backward raises, `create_graph=True` included, unless `second_order`. On a GPU, from
+    the third call on with arguments of one description (shapes, strides, dtypes, devices and plain values), an eager
+    call replays a launch plan, and so does its backward, where they can have one; nothing is checked again.
 
     Args:
         name: The op's name; it appears as `torch.ops.distill.<name>`.
@@ -73,6 +73,10 @@ class KernelOp:
         check: The launcher's signature; raises ValueError for arguments that do not fit, by their description.
         results: Number of outputs that a call returns, one as a tensor; the others are for the backward and get no
             gradient. None for all.
+        planned: False for a launcher that no plan can repeat, whatever its arguments (it calls PyTorch's operators
+            between its kernels, or hands them memory of its own). It would be recorded in vain for each new
+            description; its calls go to the launcher at once, and are checked each time.
+        second_order: True where `backward` consists of PyTorch's operators, so that a gradient of its gradient exists.
     """
 
     def __init__(
@@ -86,11 +90,15 @@ class KernelOp:
         mutates: tuple[str, ...] = (),
         check: Callable[..., object] | None = None,
         results: int | None = None,
+        planned: bool = True,
+        second_order: bool = False,
     ) -> None:
+        assert not (planned and second_order), "a plan's backward has no graph"
         self.name = name
         self.launch = launch
         self.check = check or (lambda *args: None)
         self.results = results
+        self.planned = planned
         self.setup_context: Any = setup_context
         self.backward: Any = backward
         self.plans: Any = None
@@ -98,14 +106,16 @@ class KernelOp:
         definition.register_fake(fake)
         self._eager: Any = None
         if backward is not None:
-            traced = differentiable_once(lambda ctx, *upstream: backward(ctx, *upstream[:results]))
-            definition.register_autograd(traced, setup_context=setup_context)
-            self._eager = _eager_function(self)
+            guarded = backward if second_order else differentiable_once(backward)
+            definition.register_autograd(
+                lambda ctx, *upstream: guarded(ctx, *upstream[:results]), setup_context=setup_context
+            )
+            self._eager = _eager_function(self, guarded)
         self.traced = getattr(torch.ops.distill, name).default
 
     def __call__(self, *args: Any) -> Any:
         """Call the op on plain tensors; go through the dispatcher for subclasses, dispatch modes and traces."""
-        if not torch.compiler.is_compiling():
+        if self.planned and not torch.compiler.is_compiling():
             if self.plans is None:
                 self.plans = plans_of(self.launch, self)
             if self.plans is not None:
@@ -121,7 +131,7 @@ class KernelOp:
 
     def all_outputs(self, *args: Any) -> Any:
         """Return all outputs of an eager call on plain tensors, without a graph."""
-        if self.plans is None:
+        if self.planned and self.plans is None:
             self.plans = plans_of(self.launch, self)
         return self.launch(*args) if self.plans is None else self.plans.all_outputs(*args)
 
@@ -153,7 +163,7 @@ def _requires_grad(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor) and arg.requires_grad
 
 
-def _eager_function(op: KernelOp) -> type[torch.autograd.Function]:
+def _eager_function(op: KernelOp, backward: Callable[..., Any]) -> type[torch.autograd.Function]:
     """Return the autograd function of an op's eager calls, over its launcher, `setup_context` and `backward`."""
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -161,7 +171,7 @@ def _eager_function(op: KernelOp) -> type[torch.autograd.Function]:
         op.setup_context(ctx, args, outputs)
         return op.returned(outputs)
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once(op.backward))}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(f"Eager_{op.name}", (torch.autograd.Function,), methods)
 
 
@@ -173,6 +183,8 @@ def can_skip_dispatcher(*args: Any) -> bool:
 
 
 class _ForbidDoubleBackward(torch.autograd.Function):
+    """A node behind a reference's output: there the graph is PyTorch's own, whose gradients could be differentiated."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()  # the same memory and version; what views it could not be written to in place

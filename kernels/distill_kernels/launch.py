@@ -262,6 +262,19 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return `tl.dot`'s input precision: fp32 operands are multiplied in fp32, not in tf32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def dependent_launch_options(dependent: bool) -> dict[str, bool]:
+    """Return the launch options of a kernel that may start while the one before it still runs.
+
+    Such a kernel waits (`gdc_wait`) before it reads what that one wrote; the option is left out where it does not.
+    """
+    return {"launch_pdl": True} if dependent else {}
+
+
 class CachedLauncher:
     """Launcher of one kernel that bypasses Triton's look-up by argument types from the second launch on.
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import check_tensors
-from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_tensors
+from distill_kernels.launch import cdiv, launch, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows
 
 _MASK = 0xFFFFFFFF
@@ -120,8 +120,7 @@ def _sample_kernel(
     tl.store(out_ptr + row, index)
 
 
-@torch.library.custom_op("distill::sample_tokens", mutates_args=())
-def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
+def _launch(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
     if not runs_on_triton(logits):
         return reference_sample(logits, seeds, draws, temperature)
     rows, columns = logits.shape
@@ -130,7 +129,9 @@ def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temp
     draws = contiguous_rows(draws)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _sample_kernel[(rows,)](
+        launch(
+            _sample_kernel,
+            (rows,),
             logits,
             seeds,
             draws,
@@ -146,9 +147,29 @@ def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temp
     return out
 
 
-@_sample.register_fake
-def _(logits, seeds, draws, temperature):
-    return seeds.new_empty(logits.shape[0])
+def _check(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float) -> None:
+    check_tensors(logits=logits, seeds=seeds, draws=draws)
+    if logits.dim() != 2 or not logits.is_floating_point() or not 0 < logits.shape[1] < 2**31:
+        raise ValueError(
+            f"logits: expected floating point [rows, vocabulary], got {logits.dtype} {tuple(logits.shape)}"
+        )
+    for name, tensor in (("seeds", seeds), ("draws", draws)):
+        if tensor.shape != logits.shape[:1] or tensor.dtype != torch.int64 or tensor.device != logits.device:
+            raise ValueError(
+                f"{name}: expected int64 [{logits.shape[0]}] on {logits.device}, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: expected a number from 0, got {temperature}")
+
+
+# A plan may repeat a draw's launch: what is random in it comes from seeds and draws, tensors that the kernel reads.
+_op = KernelOp(
+    "sample_tokens",
+    _launch,
+    lambda logits, seeds, draws, temperature: seeds.new_empty(logits.shape[0]),
+    check=_check,
+)
 
 
 def sample_tokens(
@@ -169,17 +190,5 @@ def sample_tokens(
     Raises:
         ValueError: shapes, dtypes or a temperature that do not fit.
     """
-    check_tensors(logits=logits, seeds=seeds, draws=draws)
-    if logits.dim() != 2 or not logits.is_floating_point() or not 0 < logits.shape[1] < 2**31:
-        raise ValueError(
-            f"logits: expected floating point [rows, vocabulary], got {logits.dtype} {tuple(logits.shape)}"
-        )
-    for name, tensor in (("seeds", seeds), ("draws", draws)):
-        if tensor.shape != logits.shape[:1] or tensor.dtype != torch.int64 or tensor.device != logits.device:
-            raise ValueError(
-                f"{name}: expected int64 [{logits.shape[0]}] on {logits.device}, got {tensor.dtype} "
-                f"{tuple(tensor.shape)} on {tensor.device}"
-            )
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: expected a number from 0, got {temperature}")
-    return _sample(logits, seeds, draws, temperature)
+    tokens: torch.Tensor = _op(logits, seeds, draws, temperature)
+    return tokens

@@ -251,15 +251,17 @@ def steps(model: Any, tokens: int) -> Iterator[tuple[str, Callable[[], object], 
     hidden = torch.randn(slots, 2 * inner, device="cuda", dtype=torch.bfloat16)
     da = torch.randn(slots, inner, device="cuda", dtype=torch.bfloat16)
     bias = getattr(module, "gate_up_proj_bias", None)
-    settings = (form.activation, form.interleaved, getattr(module, "alpha", 1.0), getattr(module, "limit", 0.0))
+    gate = kernels.GateForm(
+        form.activation, form.interleaved, getattr(module, "alpha", 1.0), getattr(module, "limit", 0.0)
+    )
     yield "route", lambda: route(logits, k), 2 * tokens * count + 12 * slots
     yield "permutation", lambda: kernels.permutation(index, count), 8 * 2 * slots + 8 * slots
     yield "gather", lambda: kernels._gather(x, row, k), 2 * (tokens + slots) * width
     yield "sum", lambda: kernels.sum_slots(wide, row, k, weights, index), 2 * (tokens + slots) * width
-    yield "activation", lambda: kernels._activation(hidden, slot, index, bias, *settings), 6 * slots * inner
+    yield "activation", lambda: kernels._activation(hidden, slot, index, bias, gate), 6 * slots * inner
     yield (
         "activation backward",
-        lambda: kernels._activation_backward(hidden, slot, index, bias, weights, da, *settings, True),
+        lambda: kernels._activation_backward(hidden, slot, index, bias, weights, da, gate, True),
         12 * slots * inner,
     )
     for name, a, weight in (("gate-up", wide, module.gate_up_proj), ("down", da, module.down_proj)):

@@ -75,9 +75,6 @@ NOT_LAUNCHED = {
     ("attention.split_kv", "_merge_kernel"),
     ("attention.split_kv", "_add_kernel"),
     ("layers.layer_norm_kernels", "_column_kernel"),
-    # of a teacher's experts in e4m3, a module that quantises weights: tests/ops/test_fp8_experts.py
-    ("matmul.fp8_experts", "_gather_quantise_kernel"),
-    ("matmul.fp8_experts", "_activation_quantise_kernel"),
     # of 16-bit weights of more than one chunk of rows
     ("losses.accumulate", "_accumulate_kernel"),
     ("losses.accumulate", "_scaled_accumulate_kernel"),

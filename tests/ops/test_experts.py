@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_kernels.layers.experts import experts, permutation, reference_experts
+from helpers import assert_captures
 from layer_checks import check_compiles, check_layer, draw, outputs_and_gradients, poisoned_memory
 
 CASES = {  # tokens, choices, experts, hidden, intermediate
@@ -143,6 +144,20 @@ def test_op_passes_opcheck_and_compiles(kernel_device):
     arguments = (x, index, weights, *rest, torch.ones_like(x), "silu", False, False, 1.0, 0.0, True)
     torch.library.opcheck(torch.ops.distill.experts.default, arguments)
     check_compiles(ours, [tensor.detach() for tensor in inputs], (True,) * 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["concatenated", "gpt-oss"])
+def test_forward_and_backward_are_captured(form):
+    inputs, ours, _ = make("cuda", "odd sizes", form, torch.bfloat16)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    upstream = draw(37, 40, dtype=torch.bfloat16, device="cuda", seed=7)
+
+    def step():
+        y = ours(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+    assert_captures(step)
 
 
 def test_wrong_arguments_are_named():

@@ -162,7 +162,7 @@ def test_fused_quantisation_equals_separate_passes(kernel_device, form):
     numbers = (settings.get("alpha", 1.0), settings.get("limit", 0.0))
     with poisoned_memory():
         quantised, scale = fp8_experts._activation_quantised(hidden, slot, index, bias, activation, *numbers)
-    whole = plain_passes._activation(hidden, slot, index, bias, activation, False, *numbers)
+    whole = plain_passes._activation(hidden, slot, index, bias, plain_passes.GateForm(activation, False, *numbers))
     expected, expected_scale = quantize_rows(whole)
     assert torch.equal(scale, expected_scale.flatten())
     assert torch.equal(quantised.view(torch.uint8), expected.view(torch.uint8))

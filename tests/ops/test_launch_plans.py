@@ -255,6 +255,22 @@ def test_a_function_without_a_plan_is_not_recorded_again(native):
     assert kernel.looked_up == 5 and plan.replay is None and not plan.recordable
 
 
+def test_an_op_that_says_so_is_never_recorded(native, request):
+    kernel = Kernel(lambda x_ptr, y_ptr: None, native)
+
+    def launcher(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch(kernel, (1,), x, y)
+        return y
+
+    op = KernelOp(request.node.name, launcher, torch.empty_like, planned=False)
+    x = torch.randn(8)
+    for _ in range(4):
+        op(x)
+        op.all_outputs(x)
+    assert kernel.looked_up == 8 and op.plans is None
+
+
 def test_outputs_without_elements_are_new_at_each_call(native):
     kernel = Kernel(lambda x_ptr, y_ptr: None, native)
 

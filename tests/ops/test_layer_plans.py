@@ -4,21 +4,25 @@ import random
 
 import pytest
 import torch
+from distill_kernels import sampling
 from distill_kernels.attention import flash, flash_backward
+from distill_kernels.decoding import experts as decode_experts
 from distill_kernels.extras import probability_kl, row_softmax
-from distill_kernels.launch import HAS_TRITON
-from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope
+from distill_kernels.launch import HAS_TRITON, device_facts
+from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, router
+from distill_kernels.matmul import fp8
 from distill_kernels.quantisation import fake_quantise
 from distill_kernels.quantisation.formats import FORMATS
 from distill_kernels.quantisation.number_format import Scales
 from gpus import two_gpus
+from helpers import assert_captures
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
     from stand_in_gpu import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 MODULES = (bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, probability_kl, row_softmax, flash, flash_backward)
-MODULES += (fake_quantise,)
+MODULES += (fake_quantise, sampling, router, decode_experts, fp8)
 
 
 def address(value):
@@ -79,6 +83,10 @@ def vector(dtype):
     return torch.randn(48, dtype=dtype)
 
 
+def mixture(dtype):
+    return torch.rand(6, 4).argsort(1)[:, :2].contiguous(), torch.rand(6, 2, dtype=dtype)
+
+
 CALLS = {
     "rms_norm": (rms_norm.rms_norm, lambda d, s: (rows(d, s), vector(torch.float32))),
     "rms_norm, gemma": (lambda x, w: rms_norm.rms_norm(x, w, 1e-5, "gemma"), lambda d, s: (rows(d, s), vector(d))),
@@ -99,6 +107,20 @@ CALLS = {
         lambda x, t: probability_kl.kl_probabilities(x, t, "sum"),
         lambda d, s: (rows(d, False), rows(d, False)),
     ),
+    "route": (lambda logits: router.route(logits, 3)[0], lambda d, s: (rows(d, s, 16),)),
+    "route, groups and bias": (
+        lambda logits, bias: router.route(logits, 2, bias.detach(), "sigmoid", groups=4, kept_groups=2)[0],
+        lambda d, s: (rows(d, s, 16), torch.randn(16)),
+    ),
+    "sample_tokens": (
+        lambda logits, seeds, draws: sampling.sample_tokens(logits, seeds, draws, 0.7),
+        lambda d, s: (rows(d, s), torch.randint(0, 9, (6,)), torch.randint(0, 9, (6,))),
+    ),
+    "quantize_rows": (lambda x: fp8.quantize_rows(x.detach()), lambda d, s: (rows(d, s),)),
+    "decode_experts": (
+        torch.no_grad()(decode_experts.decode_experts),
+        lambda d, s: (rows(d, False), *mixture(d), torch.randn(4, 64, 48, dtype=d), torch.randn(4, 48, 32, dtype=d)),
+    ),
     "flash_attention": (flash.flash_attention, lambda d, s: (heads(d, s), heads(d, s), heads(d, s))),
 }
 
@@ -112,7 +134,7 @@ def test_a_replay_starts_what_the_launcher_does(name, started):
     for _ in range(6):
         dtype = generator.choice([torch.float32, torch.bfloat16])
         inputs = draw(dtype, generator.random() < 0.5)
-        wanted = [generator.random() < 0.7 for _ in inputs]
+        wanted = [x.is_floating_point() and generator.random() < 0.7 for x in inputs]
         inputs = [x.requires_grad_(wants) for x, wants in zip(inputs, wanted, strict=True)]
         known = {x.data_ptr() for x in inputs}
         upstream = None
@@ -120,7 +142,7 @@ def test_a_replay_starts_what_the_launcher_does(name, started):
             log.clear()
             looked_up = sum(kernel.looked_up for kernel in kernels)
             outputs = call(*inputs)
-            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            several = as_tuple(outputs)
             leaves = [x for x, y in zip(inputs, wanted, strict=True) if y and x.requires_grad]
             made = list(several)
             if any(y.requires_grad for y in several):
@@ -145,6 +167,10 @@ def test_a_replay_starts_what_the_launcher_does(name, started):
                 assert (before.shape, before.stride(), before.dtype) == (after.shape, after.stride(), after.dtype)
                 assert before.data_ptr() in known or buffers.get(before.data_ptr()) == after.data_ptr()
     assert planned >= 2, "nothing was replayed"
+
+
+def as_tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def compare(before, after, known, buffers):
@@ -221,6 +247,46 @@ def test_replays_are_captured_and_keep_to_their_stream():
         y = rms_norm.rms_norm(late, weight)
     stream.synchronize()
     assert torch.equal(y, rms_norm.rms_norm(late, weight))
+
+
+REPLAYED = {  # by the name in CALLS
+    "route": router._forward_op,
+    "route, groups and bias": router._forward_op,
+    "sample_tokens": sampling._op,
+    "quantize_rows": fp8._op,
+    "decode_experts": decode_experts._op,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replays_have_the_launchers_bits_and_are_captured(name, monkeypatch):
+    if name == "quantize_rows" and not device_facts(torch.device("cuda")).fp8:
+        pytest.skip("this family of GPUs has no products of e4m3")
+    call, draw = CALLS[name]
+    op = REPLAYED[name]
+    monkeypatch.setattr(op, "plans", None)
+    held = [[x.cuda() for x in draw(torch.bfloat16, False)] for _ in range(2)]
+    upstream = torch.randn(6, 3, device="cuda")
+
+    def step(inputs):
+        outputs = call(*inputs)
+        made = [y.view(torch.uint8) if y.itemsize == 1 else y.detach() for y in as_tuple(outputs)]
+        if inputs[0].requires_grad:
+            made += torch.autograd.grad(outputs, inputs[0], upstream[:, : outputs.shape[1]].contiguous())
+        return made
+
+    for inputs in held:
+        inputs[0].requires_grad_(name.startswith("route"))
+    launched = [step(inputs) for inputs in held]
+    replayed = [step(inputs) for inputs in held]
+    (plan,) = op.plans.planned.plans()
+    assert plan.replay is not None
+    if plan.gradient is not None:
+        assert all(each.replay is not None for each in plan.gradient.planned.plans())
+    for before, after in zip(launched, replayed, strict=True):
+        assert all(map(torch.equal, before, after))
+    assert_captures(lambda: step(held[0]))
 
 
 @pytest.mark.gpu

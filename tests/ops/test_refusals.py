@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from distill_kernels.examples import EXAMPLES, Tensors
 from distill_kernels.examples import PUBLIC as CALLS
-from distill_kernels.examples import Tensors
 
 LOSSES = {name for name, call in CALLS.items() if call.family} | {"TeacherHead", "cross_entropy", "head_loss"}
 OWNERS = {"FusedAdamW", "swap_linears_for_fp8", "call_inside"}  # their tensors are a model's, or a function's own
 NAMES = [name for name in CALLS if name not in LOSSES | OWNERS]
 BY_TORCH = {"split_k_linear", "SplitKLinear"}  # their gradients are torch's own products
 LEARNING = [name for name in NAMES if CALLS[name].learned]
+MIXTURES = ["experts: silu", "route: softmax"]  # whose functions are no public names
 
 
 @pytest.fixture(params=["kernels", "reference"])
@@ -31,7 +32,7 @@ def path(request, device) -> Iterator[torch.device]:
 
 
 def tensors_of(name: str, device: torch.device) -> Tensors:
-    call = CALLS[name]
+    call = EXAMPLES[name]
     made = {key: value.to(device) for key, value in call.tensors().items()}
     return {
         key: x.to(call.dtypes[0]) if x.is_floating_point() and key not in call.fixed else x for key, x in made.items()
@@ -39,7 +40,7 @@ def tensors_of(name: str, device: torch.device) -> Tensors:
 
 
 def loss_of(name: str, tensors: Tensors) -> torch.Tensor:
-    made = CALLS[name].run(**tensors)
+    made = EXAMPLES[name].run(**tensors)
     outputs = (made,) if isinstance(made, torch.Tensor) else made
     return sum(out.float().square().sum() for out in outputs)  # type: ignore[union-attr, return-value]
 
@@ -77,11 +78,11 @@ def test_functional_gradients_are_refused(path, name):
             torch.func.grad(lambda one, key=argument: loss_of(name, tensors | {key: one}))(tensors[argument])
 
 
-@pytest.mark.parametrize("name", [name for name in LEARNING if name not in BY_TORCH])
+@pytest.mark.parametrize("name", [*MIXTURES, *(name for name in LEARNING if name not in BY_TORCH)])
 def test_gradients_of_gradients_are_refused(path, name):
     """A penalty on a gradient added 0: the gradient came back as a constant."""
     tensors = tensors_of(name, path)
-    learned = [tensors[key].requires_grad_() for key in sorted(CALLS[name].learned)]
+    learned = [tensors[key].requires_grad_() for key in sorted(EXAMPLES[name].learned)]
     loss = loss_of(name, tensors)
     with pytest.raises(ValueError, match=r"create_graph: expected False, since .*, got True"):
         torch.autograd.grad(loss, learned, create_graph=True)

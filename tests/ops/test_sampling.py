@@ -100,8 +100,11 @@ def test_a_rows_token_depends_on_its_seed_and_draw_number_only():
     assert (first != sample_tokens(flat, torch.full((1000,), 3 + 2**32), torch.arange(1000))).float().mean() > 0.9
 
 
-def test_the_op_passes_opcheck():
-    torch.library.opcheck(torch.ops.distill.sample_tokens.default, (*inputs(2, 9, "cpu"), 1.0))
+def test_the_op_passes_opcheck_and_compiles(kernel_device):
+    logits, seeds, draws = inputs(2, 9, kernel_device)
+    torch.library.opcheck(torch.ops.distill.sample_tokens.default, (logits, seeds, draws, 1.0))
+    compiled = torch.compile(sample_tokens, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(logits, seeds, draws, 0.5), sample_tokens(logits, seeds, draws, 0.5))
 
 
 def test_errors_name_the_invalid_argument():

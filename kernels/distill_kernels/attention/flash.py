@@ -31,16 +31,16 @@ from distill_kernels.attention.operands import (
     aligned,
     autotune_tiles,
     check_attention,
-    dot_precision,
     empty_positions_first,
     head_block,
     initial_softmax_state,
     load_tile,
+    score_constants,
     softcapped,
     tiles_of,
     uses_tma,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.ranges import kernel_window, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.attention.split_kv import (
     concurrent_programs,
@@ -196,12 +196,13 @@ def forward_on_triton(
     parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), concurrent_programs(block_d, facts))
     out = empty_positions_first(q)
     lse = _new_lse(q)
-    ranges = lse
+    ranges = lse  # of a dense batch, whose intervals the kernel computes: not read
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
         ranges = packed_ranges(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
-    sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
+    sums = out if parts == 1 else new_sums(parts, q)
+    weights = lse if parts == 1 else new_weights(parts, q)
     q = aligned(q, "q")
     k = aligned(k, "k")
     v = aligned(v, "v")
@@ -218,20 +219,15 @@ def forward_on_triton(
         lse if sinks is None else sinks,
         out.stride()[:3],
         ForwardSizes(batches=batches, heads=heads, group=heads // kv_heads, queries=queries, keys=keys),
-        UNBOUNDED if masking.window is None else masking.window,
+        kernel_window(masking.window),
         masking.score_factors,
-        HEAD_DIM=size,
-        BLOCK_D=block_d,
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
-        CAUSAL=masking.causal,
         LEFT=masking.packed or masking.window is not None,
-        PACKED=masking.packed,
-        SOFTCAP=masking.softcap is not None,
         SINKS=sinks is not None,
-        PRECISION=dot_precision(q.dtype),
         SPLIT=parts > 1,
         TMA=tma,
+        **score_constants(q, masking),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -17,7 +17,7 @@ Bytes: q, k, v, out, dout, lse read, dq, dk, dv written, 8 B H T of row terms be
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,15 +28,15 @@ from distill_kernels.attention.operands import (
     aligned,
     autotune_tiles,
     choose_tiles,
-    dot_precision,
     empty_positions_first,
     head_block,
     load_tile,
+    score_constants,
     softcapped,
     tiles_of,
     uses_tma,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.ranges import kernel_window, key_tiles, packed_ranges
 from distill_kernels.attention.split_kv import (
     add_parts,
     concurrent_programs,
@@ -220,84 +220,111 @@ def backward_on_triton(
         masking: scale and masks.
         key_tile, query_tile, key_parts, query_parts: launch shapes; None: chosen as in the forward.
     """
-    batches, heads, queries, size = q.shape
-    kv_heads = k.shape[1]
-    keys = k.shape[2]
-    block_d = head_block(size)
     facts = device_facts(q.device)
     again = functools.partial(backward_on_triton, dout, q, k, v, out, lse, masking)  # with tiles, to time them
     if key_tile is None:
-        other = choose_tiles("dq", block_d, q.dtype, facts)
+        other = choose_tiles("dq", head_block(q.shape[3]), q.dtype, facts)
         key_tile = autotune_tiles("dk and dv", q, k, masking, lambda tile: again(tile, other))
-    tile = query_tile or autotune_tiles("dq", q, k, masking, lambda tile: again(key_tile, tile))
-    dout = aligned(dout, "dout")
-    q = aligned(q, "q")
-    k = aligned(k, "k")
-    v = aligned(v, "v")
-    dq = empty_positions_first(q)
-    dk = empty_positions_first(k)
-    dv = empty_positions_first(v)
+    if query_tile is None:
+        query_tile = autotune_tiles("dq", q, k, masking, lambda tile: again(key_tile, tile))
+    inputs = Inputs(aligned(q, "q"), aligned(k, "k"), aligned(v, "v"), aligned(dout, "dout"))
+    terms, dsinks = _row_terms(inputs.dout, out, lse, masking.sinks)
+    # Of dense batches the kernels compute the intervals, and read none of these.
+    ranges = lse
+    key_ranges = lse
+    if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
+        both = (masking.cu_seqlens_q, masking.cu_seqlens_k)
+        batches = q.shape[0]
+        causal = masking.causal
+        ranges = packed_ranges(*both, batches * q.shape[2], causal, masking.window)
+        key_ranges = packed_ranges(*both, batches * k.shape[2], causal, masking.window, from_keys=True)
+    dk, dv = _key_gradients(inputs, terms, (key_ranges, ranges), masking, key_tile, key_parts)
+    dq = _query_gradient(inputs, terms, ranges, masking, query_tile, query_parts)
+    return [dq, dk, dv] if dsinks is None else [dq, dk, dv, dsinks]
+
+
+class Inputs(NamedTuple):
+    """What both kernels load tiles of: q and dout [B, H, T, D], k and v [B, Hkv, Tk, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    def tiles(self, tile: Tiles, tma: bool) -> tuple[Any, Any, Any, Any]:
+        """Return the arguments of `load_tile` for q, k, v and dout."""
+        block_d = head_block(self.q.shape[3])
+        return (
+            tiles_of(self.q, tile.queries, block_d, tma),
+            tiles_of(self.k, tile.keys, block_d, tma),
+            tiles_of(self.v, tile.keys, block_d, tma),
+            tiles_of(self.dout, tile.queries, block_d, tma),
+        )
+
+
+def _row_terms(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return lse to base 2 and delta, fp32 [2, B * H, T padded], and the sinks' gradient, [H], or None without."""
+    batches, heads, queries, size = out.shape
     padded_rows = cdiv(queries, PADDING) * PADDING
-    terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
-    block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
-    sinks = contiguous_rows(masking.sinks)
-    sink_sums = None
+    terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=out.device)
+    block_m = 32 if device_facts(out.device).family == INTERPRETER or size > 128 else 64
+    programs = padded_rows // block_m
+    sums = None
     if sinks is not None:
-        sink_sums = torch.empty(batches, heads, padded_rows // block_m, dtype=torch.float32, device=q.device)
+        sums = torch.empty(batches, heads, programs, dtype=torch.float32, device=out.device)
     launch(
         _row_terms_kernel,
-        (padded_rows // block_m, batches * heads, 1),
+        (programs, batches * heads, 1),
         out,
         dout,
         lse,
         terms,
-        lse if sinks is None else sinks,
-        terms if sink_sums is None else sink_sums,
+        lse if sinks is None else contiguous_rows(sinks),
+        terms if sums is None else sums,
         out.stride()[:3],
         dout.stride()[:3],
         (heads, queries, padded_rows),
         HEAD_DIM=size,
-        BLOCK_D=block_d,
+        BLOCK_D=head_block(size),
         BLOCK_M=block_m,
         SINKS=sinks is not None,
     )
-    window = UNBOUNDED if masking.window is None else masking.window
-    ranges = key_ranges = lse
-    if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
-        both = (masking.cu_seqlens_q, masking.cu_seqlens_k)
-        causal = masking.causal
-        ranges = packed_ranges(*both, batches * queries, causal, masking.window)
-        key_ranges = packed_ranges(*both, batches * keys, causal, masking.window, from_keys=True)
+    return terms, None if sinks is None or sums is None else sums.sum((0, 2)).to(sinks.dtype)
+
+
+def _key_gradients(
+    inputs: Inputs,
+    terms: torch.Tensor,
+    ranges: tuple[torch.Tensor, torch.Tensor],
+    masking: ScoreSettings,
+    tile: Tiles,
+    parts: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dk and dv; `ranges`: intervals of queries for each key, and of keys for each query."""
+    batches, heads, queries, size = inputs.q.shape
+    kv_heads = inputs.k.shape[1]
+    keys = inputs.k.shape[2]
+    facts = device_facts(inputs.q.device)
+    tma = uses_tma(facts, tile)
+    dk = empty_positions_first(inputs.k)
+    dv = empty_positions_first(inputs.v)
+    tiles = cdiv(keys, tile.keys)
+    seen = max_keys(tile.keys, queries, masking.causal, masking.window)
+    at_once = concurrent_programs(head_block(size), facts)
+    parts = parts or part_count(tiles * batches * kv_heads, cdiv(seen, tile.queries), at_once)
+    sums = None if parts == 1 else new_sums(2 * parts, inputs.k)
     scale = float(masking.scale)
-    intervals = masking.packed or masking.window is not None
-    constants = {
-        "HEAD_DIM": size,
-        "BLOCK_D": block_d,
-        "CAUSAL": masking.causal,
-        "PACKED": masking.packed,
-        "SOFTCAP": masking.softcap is not None,
-        "PRECISION": dot_precision(q.dtype),
-    }
-    tma = uses_tma(facts, key_tile)
-    tiles = cdiv(keys, key_tile.keys)
-    seen = max_keys(key_tile.keys, queries, masking.causal, masking.window)
-    at_once = concurrent_programs(block_d, facts)
-    parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
-    sums = None if parts == 1 else new_sums(2 * parts, k)
-    dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
     launch(
         _key_gradient_kernel,
         (tiles, batches * kv_heads, parts),
-        tiles_of(q, key_tile.queries, block_d, tma),
-        tiles_of(k, key_tile.keys, block_d, tma),
-        tiles_of(v, key_tile.keys, block_d, tma),
-        tiles_of(dout, key_tile.queries, block_d, tma),
-        dk_sums,
-        dv_sums,
+        *inputs.tiles(tile, tma),
+        dk if sums is None else sums[:parts],
+        dv if sums is None else sums[parts:],
         terms[0],
         terms[1],
-        key_ranges,
-        ranges,
+        *ranges,
         dk.stride()[:3],
         dv.stride()[:3],
         KeyGradientSizes(
@@ -306,36 +333,52 @@ def backward_on_triton(
             kv_heads=kv_heads,
             group=heads // kv_heads,
             queries=queries,
-            padded_rows=padded_rows,
+            padded_rows=terms.shape[2],
             keys=keys,
         ),
-        window,
+        kernel_window(masking.window),
         scale,
         masking.score_factors,
-        BLOCK_M=key_tile.queries,
-        BLOCK_N=key_tile.keys,
-        RIGHT=intervals,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        RIGHT=masking.packed or masking.window is not None,
         SPLIT=parts > 1,
         TMA=tma,
-        **constants,
-        num_warps=key_tile.warps,
-        num_stages=key_tile.stages,
+        **score_constants(inputs.q, masking),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     if sums is not None:
         add_parts(sums, dk, scale, dv)
+    return dk, dv
+
+
+def _query_gradient(
+    inputs: Inputs,
+    terms: torch.Tensor,
+    ranges: torch.Tensor,
+    masking: ScoreSettings,
+    tile: Tiles,
+    parts: int | None,
+) -> torch.Tensor:
+    """Return dq; `ranges`: intervals of keys for each query."""
+    batches, heads, queries, size = inputs.q.shape
+    kv_heads = inputs.k.shape[1]
+    keys = inputs.k.shape[2]
+    facts = device_facts(inputs.q.device)
     tma = uses_tma(facts, tile)
+    dq = empty_positions_first(inputs.q)
     tiles = cdiv(queries, tile.queries)
     seen = max_keys(tile.queries, keys, masking.causal, masking.window)
-    parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
-    dq_sums = dq if parts == 1 else new_sums(parts, q)
+    at_once = concurrent_programs(head_block(size), facts)
+    parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
+    sums = None if parts == 1 else new_sums(parts, inputs.q)
+    scale = float(masking.scale)
     launch(
         _query_gradient_kernel,
         (tiles, batches * heads, parts),
-        tiles_of(q, tile.queries, block_d, tma),
-        tiles_of(k, tile.keys, block_d, tma),
-        tiles_of(v, tile.keys, block_d, tma),
-        tiles_of(dout, tile.queries, block_d, tma),
-        dq_sums,
+        *inputs.tiles(tile, tma),
+        dq if sums is None else sums,
         terms[0],
         terms[1],
         ranges,
@@ -345,23 +388,21 @@ def backward_on_triton(
             heads=heads,
             group=heads // kv_heads,
             queries=queries,
-            padded_rows=padded_rows,
+            padded_rows=terms.shape[2],
             keys=keys,
         ),
-        window,
+        kernel_window(masking.window),
         scale,
         masking.score_factors,
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
-        LEFT=intervals,
+        LEFT=masking.packed or masking.window is not None,
         SPLIT=parts > 1,
         TMA=tma,
-        **constants,
+        **score_constants(inputs.q, masking),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if parts > 1:
-        add_parts(dq_sums, dq, scale)
-    if sinks is None or sink_sums is None:
-        return [dq, dk, dv]
-    return [dq, dk, dv, sink_sums.sum((0, 2)).to(sinks.dtype)]
+    if sums is not None:
+        add_parts(sums, dq, scale)
+    return dq

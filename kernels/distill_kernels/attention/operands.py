@@ -18,6 +18,7 @@ from distill_kernels.launch import (
     DeviceFacts,
     TensorDescriptor,
     device_facts,
+    dot_precision,
     next_power_of_2,
     tl,
     triton,
@@ -213,9 +214,17 @@ def head_block(head_size: int) -> int:
     return max(16, next_power_of_2(head_size))
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return `tl.dot`'s input precision: fp32 operands are multiplied in fp32, not in tf32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+def score_constants(q: torch.Tensor, masking: ScoreSettings) -> dict[str, typing.Any]:
+    """Return the constants that attention's kernels and those of its gradient share, for queries [B, H, T, D]."""
+    size = q.shape[3]
+    return {
+        "HEAD_DIM": size,
+        "BLOCK_D": head_block(size),
+        "CAUSAL": masking.causal,
+        "PACKED": masking.packed,
+        "SOFTCAP": masking.softcap is not None,
+        "PRECISION": dot_precision(q.dtype),
+    }
 
 
 def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:

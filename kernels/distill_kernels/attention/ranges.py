@@ -22,7 +22,10 @@ import torch
 from distill_kernels.launch import cdiv, launch, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
 
-UNBOUNDED = 1 << 30  # a window no sequence reaches
+
+def kernel_window(window: int | None) -> int:
+    """Return a window as kernels take it; for None one that no sequence reaches."""
+    return 1 << 30 if window is None else window
 
 
 def reference_ranges(
@@ -44,7 +47,7 @@ def reference_ranges(
     first = other[document]
     last = other[document + 1]
     diagonal = row + last - own[document + 1]
-    low, high = _interval(diagonal, first, last, UNBOUNDED if window is None else window, causal, from_keys)
+    low, high = _interval(diagonal, first, last, kernel_window(window), causal, from_keys)
     low = torch.where(outside, other[-1], low)
     return torch.stack([low, torch.where(outside, other[-1], torch.maximum(low, high))])
 
@@ -54,7 +57,7 @@ def reference_mask(
 ) -> torch.Tensor:
     """Return the mask of a dense batch, bool [queries, keys]: True where query i attends to key j."""
     row = torch.arange(queries, device=device)
-    width = UNBOUNDED if window is None else window
+    width = kernel_window(window)
     low, high = _interval(row + keys - queries, 0 * row, 0 * row + keys, width, causal, False)
     column = torch.arange(keys, device=device)
     return (column >= low[:, None]) & (column < high[:, None])
@@ -233,7 +236,7 @@ def _packed_ranges(
         rows,
         documents,
         documents.bit_length(),
-        UNBOUNDED if window is None else window,
+        kernel_window(window),
         CAUSAL=causal,
         FROM_KEYS=from_keys,
         BLOCK=block,

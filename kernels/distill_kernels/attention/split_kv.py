@@ -185,11 +185,12 @@ def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.
 
     Where `other`, of the same shape and strides, is given, the second half of `sums` is its parts, not scaled.
     """
-    tensors, other = (1, out) if other is None else (2, other)
+    tensors = 1 if other is None else 2
     parts = len(sums) // tensors
     grid, constants = _rows_at_a_time(parts, out)
     sizes = (*out.shape[1:3], parts)
-    launch(_add_kernel, (*grid, tensors), sums, out, other, out.stride()[:3], sizes, scale, **constants)
+    second = out if other is None else other  # without one no program writes there
+    launch(_add_kernel, (*grid, tensors), sums, out, second, out.stride()[:3], sizes, scale, **constants)
 
 
 def _rows_at_a_time(parts: int, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:

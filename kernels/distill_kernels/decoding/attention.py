@@ -21,11 +21,19 @@ import torch
 
 from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.attention.operands import ScoreSettings
-from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.attention.ranges import kernel_window
 from distill_kernels.constants import LOWEST
 from distill_kernels.decoding.cached_attention import reference_decode_attention
-from distill_kernels.decoding.common import Scratch, dependent_launch_options, prefetch, wait_for_previous_kernel
-from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
+from distill_kernels.decoding.common import Scratch, prefetch, wait_for_previous_kernel
+from distill_kernels.launch import (
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
 
@@ -293,7 +301,9 @@ def decode_step_attention(
         out: [B, H D], rows contiguous, in that dtype.
     """
     facts = device_facts(rows.device)
-    _attention_kernel[(config.chunks, rows.shape[0] * shape.kv_heads)](
+    launch(
+        _attention_kernel,
+        (config.chunks, rows.shape[0] * shape.kv_heads),
         rows,
         rows if shape.q_norm is None else shape.q_norm,
         rows if shape.k_norm is None else shape.k_norm,
@@ -308,7 +318,7 @@ def decode_step_attention(
         rows.stride(0),
         out.stride(0),
         cached.keys.shape[1],
-        UNBOUNDED if shape.window is None else shape.window,
+        kernel_window(shape.window),
         shape.scale * math.log2(math.e),
         shape.eps,
         HEADS=shape.heads,
@@ -321,9 +331,9 @@ def decode_step_attention(
         BLOCK_HALF=max(16, next_power_of_2(shape.size // 2)),
         BLOCK_N=config.keys,
         AHEAD=config.ahead,
-        PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(rows.dtype),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=config.warps,
         num_stages=config.stages,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )

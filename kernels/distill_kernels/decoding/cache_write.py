@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.kernel_op import check_tensors
-from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows
 
 
@@ -82,7 +82,9 @@ def write_newest(
     keys = contiguous_rows(keys)
     values = contiguous_rows(values)
     lengths = contiguous_rows(lengths)
-    _put_kernel[(batch, kv_heads)](
+    launch(
+        _put_kernel,
+        (batch, kv_heads),
         cached_keys,
         cached_values,
         keys,

@@ -24,16 +24,26 @@ import torch
 from distill_kernels.attention.operands import (
     ScoreSettings,
     check_attention,
-    dot_precision,
     empty_positions_first,
     head_block,
     initial_softmax_state,
     softcapped,
 )
-from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.attention.ranges import kernel_window
 from distill_kernels.constants import LOWEST
 from distill_kernels.kernel_op import KernelOp, check_no_gradients
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import (
+    DeviceFacts,
+    cdiv,
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    launch,
+    next_power_of_2,
+    runs_on_triton,
+    tl,
+    triton,
+)
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 MAX_NEW_TOKENS = 16
@@ -313,7 +323,7 @@ def decode_on_triton(
         v.stride()[:3],
         out.stride()[:3],
         (kv_heads, new, slots),
-        UNBOUNDED if masking.window is None else masking.window,
+        kernel_window(masking.window),
         masking.score_factors,
         WHOLE=chunks == 1,
         GROUP=group,
@@ -347,7 +357,7 @@ def decode_on_triton(
         CHUNKS=at_once,
         DEPENDENT_LAUNCH=dependent_launch,
         num_warps=warps,
-        **({"launch_pdl": True} if dependent_launch else {}),
+        **dependent_launch_options(dependent_launch),
     )
     return out
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import HAS_TRITON, DeviceFacts, next_power_of_2, tl, triton
+from distill_kernels.launch import HAS_TRITON, next_power_of_2, tl, triton
 
 if HAS_TRITON:
     from distill_kernels.launch import has_ptx
@@ -114,11 +114,6 @@ def multiply(
             up = tl.load(up_ptr + offsets + done, mask=inside, other=0.0, eviction_policy="evict_first")
             total_up = tl.dot(x, up.to(x.dtype).T, total_up, input_precision=PRECISION)
     return total, total_up
-
-
-def dependent_launch_options(facts: DeviceFacts) -> dict[str, bool]:
-    """Return Triton's launch options for a kernel that calls `wait_for_previous_kernel`."""
-    return {"launch_pdl": True} if facts.dependent_launch else {}
 
 
 class Stream(NamedTuple):

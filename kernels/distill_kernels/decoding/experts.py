@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import check_no_gradients
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_no_gradients
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import ExpertActivation, experts, gated
 
@@ -52,6 +52,7 @@ def _decode_gate_up_kernel(
     BLOCK: tl.constexpr,
 ):
     """TILE columns of one slot's activation a program."""
+    # A product of a matrix and a vector, lane by lane: of a tensor core's rows one alone would be used.
     slot = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     expert = tl.load(index_ptr + slot).to(tl.int64)
@@ -126,7 +127,7 @@ def _decode_down_kernel(
             if HAS_SCALE:
                 weight *= tl.load(scale_ptr + expert * H + cols, mask=cols < H, other=0.0)[:, None]
             total += weight * x[None, :]
-    y = tl.sum(total, 1)
+    y = tl.sum(total, 1)  # [TILE], the lanes of all experts together
     if HAS_BIAS:
         for choice in tl.static_range(K):
             slot = token * K + choice
@@ -147,7 +148,7 @@ def _tiles(outputs: int, inputs: int, transposed: bool) -> dict[str, int]:
     return {"TILE": tile, "BLOCK": min(TILE_ELEMENTS // tile, next_power_of_2(inputs))}
 
 
-def _decode(
+def _launch(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -173,8 +174,12 @@ def _decode(
     y = torch.empty_like(x)
     if not tokens:
         return y
+    # Two launches, since each output of the second needs all of a slot's activation. What is not there is stood in for
+    # by x, whose address the kernels do not read then.
     first = _tiles(inner, hidden, transposed)
-    _decode_gate_up_kernel[(tokens * k, cdiv(inner, first["TILE"]))](
+    launch(
+        _decode_gate_up_kernel,
+        (tokens * k, cdiv(inner, first["TILE"])),
         x,
         index,
         gate_up,
@@ -198,7 +203,9 @@ def _decode(
         **first,
     )
     second = _tiles(hidden, inner, transposed)
-    _decode_down_kernel[(tokens, cdiv(hidden, second["TILE"]))](
+    launch(
+        _decode_down_kernel,
+        (tokens, cdiv(hidden, second["TILE"])),
         activated,
         index,
         weights.contiguous(),
@@ -222,12 +229,7 @@ def _decode(
     return y
 
 
-_decode_op = torch.library.custom_op("distill::decode_experts", _decode, mutates_args=())
-
-
-@_decode_op.register_fake
-def _(x, index, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, residual, *settings):
-    return x.new_empty(x.shape)
+_op = KernelOp("decode_experts", _launch, lambda x, *rest: x.new_empty(x.shape))
 
 
 def is_decoding(x: torch.Tensor) -> bool:
@@ -259,9 +261,10 @@ def decode_experts(
         gate_up_scale, down_scale: fp32 [E, 2 I] and [E, H], of weights in e4m3; None for weights of the dtype of x.
 
     Raises:
-        ValueError: Where x or a weight requires a gradient and gradients are recorded.
+        ValueError: Where a tensor requires a gradient and gradients are recorded.
     """
-    check_no_gradients(x=x, weights=weights, gate_up=gate_up, down=down)
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    check_no_gradients(x=x, weights=weights, gate_up=gate_up, down=down, **biases, residual=residual)
     if not runs_on_triton(x):
         if gate_up_scale is not None and down_scale is not None:
             outputs = 1 if transposed else 2  # dimension that a scale is the same along
@@ -282,7 +285,7 @@ def decode_experts(
             alpha=alpha,
             limit=limit,
         )
-    y: torch.Tensor = _decode_op(
+    y: torch.Tensor = _op(
         x.contiguous(),
         index,
         weights,

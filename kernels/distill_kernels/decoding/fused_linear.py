@@ -23,7 +23,6 @@ from distill_kernels.arrivals import last_to_arrive
 from distill_kernels.decoding.common import (
     Scratch,
     Stream,
-    dependent_launch_options,
     multiply,
     prefetch,
     rms_factor,
@@ -31,7 +30,16 @@ from distill_kernels.decoding.common import (
     sum_block,
     wait_for_previous_kernel,
 )
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.launch import (
+    cdiv,
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.layers.activations import activate
 
 MAX_ROWS = 128
@@ -273,7 +281,9 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
     biases = [x if bias is None else bias for bias in product.biases]
     last = len(weights) - 1
     three = range(3)
-    _product_kernel[(tiles_of(product, tile), splits)](
+    launch(
+        _product_kernel,
+        (tiles_of(product, tile), splits),
         x,
         tuple(weights[min(i, last)] for i in three),
         weights[0] if product.up is None else product.up,
@@ -303,9 +313,9 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
         PREFETCH=min(most, next_power_of_2(part)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x.dtype),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )

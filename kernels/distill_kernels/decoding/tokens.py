@@ -20,7 +20,6 @@ import torch
 from distill_kernels.constants import LOWEST
 from distill_kernels.decoding.common import (
     Stream,
-    dependent_launch_options,
     multiply,
     prefetch,
     rms_factor,
@@ -29,7 +28,16 @@ from distill_kernels.decoding.common import (
     wait_for_previous_kernel,
 )
 from distill_kernels.decoding.fused_linear import PREFETCHED, DecodeTile
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.launch import (
+    cdiv,
+    dependent_launch_options,
+    device_facts,
+    dot_precision,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.sampling import reference_sample
 
 FIELDS = 4  # numbers a row and tile: best score, z there, largest z, sum of e^(z - largest)
@@ -265,7 +273,9 @@ def embed_tokens(weight: torch.Tensor, norm: torch.Tensor, stream: Stream, state
     """
     rows, width = stream.x.shape
     block = min(next_power_of_2(width), 4096)
-    _embed_kernel[(rows,)](
+    launch(
+        _embed_kernel,
+        (rows,),
         state.token,
         weight,
         norm,
@@ -308,7 +318,9 @@ def score_tokens(
     facts = device_facts(x.device)
     part = cdiv(inputs, tile.inputs) * tile.inputs
     most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weight.element_size())) // 2)
-    _scores_kernel[(found.columns.shape[1],)](
+    launch(
+        _scores_kernel,
+        (found.columns.shape[1],),
         x,
         squares,
         weight,
@@ -331,18 +343,20 @@ def score_tokens(
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
         PREFETCH=min(most, next_power_of_2(part)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x.dtype),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )
 
 
 def finish_tokens(found: TileScores, state: SequenceState) -> None:
     rows, tiles = found.columns.shape
     facts = device_facts(found.columns.device)
-    _finish_kernel[(rows,)](
+    launch(
+        _finish_kernel,
+        (rows,),
         found.numbers,
         found.columns,
         state.token,
@@ -364,5 +378,5 @@ def finish_tokens(found: TileScores, state: SequenceState) -> None:
         ENDS=next_power_of_2(state.ends.shape[0]),
         DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=4,
-        **dependent_launch_options(facts),
+        **dependent_launch_options(facts.dependent_launch),
     )

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distill_kernels.arrivals import last_to_arrive
-from distill_kernels.kernel_op import check_tensors
+from distill_kernels.kernel_op import KernelOp, check_tensors
 from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows
 
@@ -204,16 +204,6 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return _launch(x, weight, bias) if runs_on_triton(x) else reference_split_k_linear(x, weight, bias)
 
 
-@torch.library.custom_op("distill::split_k_linear", mutates_args=())
-def _split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _forward(x, weight, bias)
-
-
-@_split_k_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
 def _setup_context(ctx, inputs, output) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight)
@@ -230,7 +220,17 @@ def _backward(ctx, dy: torch.Tensor):
     )
 
 
-_split_k_linear.register_autograd(_backward, setup_context=_setup_context)
+# No plan: the counters are the current stream's, or a graph's, and not memory that a call allocates. Gradients are
+# PyTorch's own products, so that they have gradients too.
+_op = KernelOp(
+    "split_k_linear",
+    _forward,
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    setup_context=_setup_context,
+    backward=_backward,
+    planned=False,
+    second_order=True,
+)
 
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -270,11 +270,8 @@ def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] > MAX_ROWS:
         raise ValueError(f"x: expected at most {MAX_ROWS} rows, got {flat.shape[0]}")
-    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    recorded = torch.is_grad_enabled() and trained
-    # outside autograd and torch.compile the kernel is called directly: the op's dispatch costs as much as the kernel
-    op = _split_k_linear if recorded or torch.compiler.is_compiling() else _forward
-    return op(contiguous_rows(flat), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    y: torch.Tensor = _op(contiguous_rows(flat), weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class SplitKLinear(nn.Module):

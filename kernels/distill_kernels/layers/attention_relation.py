@@ -268,11 +268,13 @@ _backward_op = KernelOp("attention_relation_backward", _launch_backward, _fake_b
 
 
 class _Divergence(torch.autograd.Function):
+    """Not an op's own: it keeps the teacher's states as an attribute, as inference tensors cannot be saved."""
+
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
         divergence, sums = _forward_op.all_outputs(student, teacher, documents)
         ctx.save_for_backward(student, documents, sums)
-        ctx.teacher = teacher  # an inference tensor cannot be saved
+        ctx.teacher = teacher
         return divergence
 
     @staticmethod

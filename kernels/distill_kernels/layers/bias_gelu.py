@@ -17,7 +17,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
-from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.column_sums import column_sums, row_groups
 from distill_kernels.layers.row_layout import as_rows
 from distill_kernels.operands import contiguous_rows
 
@@ -184,11 +184,11 @@ def _launch_backward(
     bias = contiguous_rows(bias)
     if not n_rows:
         return dx, dbias.zero_()
-    dependent_launch = need_dbias and device_facts(x.device).dependent_launch
+    facts = device_facts(x.device)
+    dependent_launch = need_dbias and facts.dependent_launch
     column_blocks = cdiv(columns, tile.columns)
-    target_programs = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
-    rows_per_group = cdiv(cdiv(n_rows, target_programs), tile.rows) * tile.rows
-    groups = cdiv(n_rows, rows_per_group)
+    programs = facts.multiprocessors * tile.programs
+    rows_per_group, groups = row_groups(n_rows, tile.rows, cdiv(programs, column_blocks))
     partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
     launch(
         _backward_kernel,

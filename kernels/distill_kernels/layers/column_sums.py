@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from distill_kernels.launch import cdiv, dependent_launch_options, launch, next_power_of_2, tl, triton
 
 
 class SumsTile(NamedTuple):
@@ -20,6 +20,16 @@ class SumsTile(NamedTuple):
     rows: int
     columns: int
     warps: int
+
+
+def row_groups(n_rows: int, rows: int, programs: int) -> tuple[int, int]:
+    """Return the rows of a group and the number of groups, for about `programs` that each loop over one group.
+
+    Args:
+        rows: Rows of a program's tile, of which a group has whole ones.
+    """
+    rows_per_group = cdiv(cdiv(n_rows, programs), rows) * rows
+    return rows_per_group, cdiv(n_rows, rows_per_group)
 
 
 def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
@@ -84,5 +94,5 @@ def column_sums(
         COLUMNS=tile.columns,
         DEPENDENT_LAUNCH=dependent_launch,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if dependent_launch else {}),
+        **dependent_launch_options(dependent_launch),
     )

@@ -22,11 +22,12 @@ time and may be captured in a CUDA graph. The GEMMs are torch's `grouped_mm`.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.torch_internals import grouped_gemm
 
@@ -36,21 +37,38 @@ SLOTS = 256  # of one program of the permutation
 MAX_WASTE = 1 / 16  # of a row's columns that a tile may exceed it by
 
 
+class GateForm(NamedTuple):
+    """What a(g, u) is, and how g and u lie in a row of 2 I columns.
+
+    Attributes:
+        activation: One of EXPERT_ACTIVATIONS.
+        interleaved: Columns of gate and up take turns; otherwise all of the gate come first.
+        alpha, limit: Of gpt-oss' "clamped_silu".
+    """
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float
+
+
 # ---- references: plain PyTorch, the specification
 
 
-def reference_gate(
-    gate_up: torch.Tensor, activation: str, interleaved: bool, alpha: float, limit: float
-) -> torch.Tensor:
+def _gate_and_up(gate_up: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:
+    if form.interleaved:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, -1)
+    return gate, up
+
+
+def reference_gate(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """Return the gated activation [S, I] of the gate and up projections [S, 2 I].
 
     "clamped_silu" is gpt-oss': (clamp(up, -limit, limit) + 1) g sigmoid(alpha g) with g = min(gate, limit).
     """
-    if interleaved:
-        gate = gate_up[..., ::2]
-        up = gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, -1)
+    activation, _, alpha, limit = form
+    gate, up = _gate_and_up(gate_up, form)
     if activation == "clamped_silu":
         gate = gate.clamp(max=limit)
         up = up.clamp(min=-limit, max=limit)
@@ -60,16 +78,11 @@ def reference_gate(
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-def _reference_derivatives(
-    gate_up: torch.Tensor, activation: str, interleaved: bool, alpha: float, limit: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference_derivatives(gate_up: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # the gated activation, and its derivatives by gate and by up; written out, as nothing is differentiated in an op
-    if interleaved:
-        gate = gate_up[..., ::2]
-        up = gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, -1)
-    value = reference_gate(gate_up, activation, interleaved, alpha, limit)
+    activation, _, alpha, limit = form
+    gate, up = _gate_and_up(gate_up, form)
+    value = reference_gate(gate_up, form)
     if activation == "clamped_silu":
         g = gate.clamp(max=limit)
         u = up.clamp(min=-limit, max=limit) + 1
@@ -101,6 +114,7 @@ def reference_experts(
     limit: float = 0.0,
 ) -> torch.Tensor:
     """Return `experts` in plain PyTorch, one expert after the other."""
+    form = GateForm(activation, interleaved, alpha, limit)
     y = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         tokens, choices = torch.where(index == expert)
@@ -109,7 +123,7 @@ def reference_experts(
         hidden = x[tokens] @ first
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        out = reference_gate(hidden, activation, interleaved, alpha, limit) @ second
+        out = reference_gate(hidden, form) @ second
         if down_bias is not None:
             out = out + down_bias[expert]
         y = y.index_add(0, tokens, (out * weights[tokens, choices, None]).to(y.dtype))
@@ -192,15 +206,19 @@ def permutation(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
         row[slot] = torch.arange(slots, device=index.device)
         ends = torch.bincount(flat, minlength=experts).cumsum(0)
         return row.int(), slot.int(), ends.int()
+    # Every program of the second kernel reads the counts of all blocks: a scan in a launch of its own would cost more
+    # than these few KiB out of L2.
     blocks = cdiv(slots, SLOTS)
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=index.device)
     row = torch.empty(slots, dtype=torch.int32, device=index.device)
     slot = torch.empty_like(row)
-    ends = torch.zeros(experts, dtype=torch.int32, device=index.device)
+    ends = torch.zeros(experts, dtype=torch.int32, device=index.device)  # of no slots they stay 0
     if slots:
         tile = min(64, next_power_of_2(experts))
-        _histogram_kernel[(blocks,)](index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=4)
-        _place_kernel[(blocks,)](
+        launch(_histogram_kernel, (blocks,), index, counts, slots, experts, SLOTS=SLOTS, BLOCK_E=tile, num_warps=4)
+        launch(
+            _place_kernel,
+            (blocks,),
             index,
             counts,
             row,
@@ -284,7 +302,7 @@ def _gather(x: torch.Tensor, row: torch.Tensor, k: int) -> torch.Tensor:
     if tokens:
         tile = column_tile(columns, 2048)
         grid = (tokens, cdiv(columns, tile))
-        _gather_kernel[grid](x, row, y, columns, x.stride(0), K=k, BLOCK=tile, num_warps=max(1, tile // 1024))
+        launch(_gather_kernel, grid, x, row, y, columns, x.stride(0), K=k, BLOCK=tile, num_warps=max(1, tile // 1024))
     return y
 
 
@@ -310,7 +328,9 @@ def sum_slots(
     y = x.new_empty(slots // k, columns)
     if slots:
         tile = column_tile(columns, 1024)
-        _sum_kernel[(slots // k, cdiv(columns, tile))](
+        launch(
+            _sum_kernel,
+            (slots // k, cdiv(columns, tile)),
             x,
             row,
             x if weights is None else weights,
@@ -441,7 +461,7 @@ def _activation_backward_kernel(
         offset = row[:, None] * COLUMNS + cols[None, :]
         da = tl.load(da_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         value, by_gate, by_up = gated(gate, up, alpha, limit, ACTIVATION)
-        # masked columns: da is 0 there
+        # in fp32 over the whole row, which is one program's; masked columns: da is 0 there
         dweight += tl.sum(value * da, 1)
         if NEEDS_SCALED:
             scaled = value * weight[:, None]
@@ -465,10 +485,7 @@ def _activation(
     slot: torch.Tensor,
     index: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
+    form: GateForm,
 ) -> torch.Tensor:
     """Return the gated activation [S, I] of x [S, 2 I] with each row's expert's bias."""
     slots = x.shape[0]
@@ -476,23 +493,25 @@ def _activation(
     if not runs_on_triton(x):
         if bias is not None:
             x = x + bias[index.flatten()[slot.long()]]
-        return reference_gate(x, activation, interleaved, alpha, limit)
+        return reference_gate(x, form)
     y = x.new_empty(slots, columns)
     if slots:
         tile = column_tile(columns, 512)
         rows = max(1, 2048 // tile)
-        _activation_kernel[(cdiv(slots, rows), cdiv(columns, tile))](
+        launch(
+            _activation_kernel,
+            (cdiv(slots, rows), cdiv(columns, tile)),
             x,
             slot,
             index,
             x if bias is None else bias,
             y,
             slots,
-            alpha,
-            limit,
+            form.alpha,
+            form.limit,
             COLUMNS=columns,
-            ACTIVATION=activation,
-            INTERLEAVED=interleaved,
+            ACTIVATION=form.activation,
+            INTERLEAVED=form.interleaved,
             HAS_BIAS=bias is not None,
             ROWS=rows,
             TILE=tile,
@@ -508,10 +527,7 @@ def _activation_backward(
     bias: torch.Tensor | None,
     weights: torch.Tensor,
     da: torch.Tensor,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
+    form: GateForm,
     needs_scaled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return d(gate, up) [S, 2 I], the activation times the router weight [S, I], and <activation, da> [N, k]."""
@@ -521,9 +537,9 @@ def _activation_backward(
         if bias is not None:
             x = x + bias[index.flatten()[slot.long()]]
         weight = weights.flatten()[slot.long(), None].to(x.dtype)
-        value, by_gate, by_up = _reference_derivatives(x, activation, interleaved, alpha, limit)
+        value, by_gate, by_up = _reference_derivatives(x, form)
         gradients = (da * weight * by_gate, da * weight * by_up)
-        dx = torch.stack(gradients, -1).flatten(-2) if interleaved else torch.cat(gradients, -1)
+        dx = torch.stack(gradients, -1).flatten(-2) if form.interleaved else torch.cat(gradients, -1)
         by_row = (value * da).sum(1)
         dweight = torch.empty_like(by_row)
         dweight[slot.long()] = by_row
@@ -534,7 +550,9 @@ def _activation_backward(
     if slots:
         tile = min(1024, next_power_of_2(columns))  # masked columns cost less than more turns of the loop
         rows = max(1, 1024 // tile)
-        _activation_backward_kernel[(cdiv(slots, rows),)](
+        launch(
+            _activation_backward_kernel,
+            (cdiv(slots, rows),),
             x,
             slot,
             index,
@@ -545,11 +563,11 @@ def _activation_backward(
             scaled,
             dweight,
             slots,
-            alpha,
-            limit,
+            form.alpha,
+            form.limit,
             COLUMNS=columns,
-            ACTIVATION=activation,
-            INTERLEAVED=interleaved,
+            ACTIVATION=form.activation,
+            INTERLEAVED=form.interleaved,
             HAS_BIAS=bias is not None,
             NEEDS_SCALED=needs_scaled,
             ROWS=rows,
@@ -585,8 +603,9 @@ def _expert_sums(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             y[expert] = x[begin:end].sum(0)
             begin = end
         return y
+    # Few columns a program: an expert's rows are all its own, so that experts times tiles must fill the GPU.
     tile = 64
-    _expert_sums_kernel[(experts, cdiv(columns, tile))](x, ends, y, columns, ROWS=32, TILE=tile, num_warps=4)
+    launch(_expert_sums_kernel, (experts, cdiv(columns, tile)), x, ends, y, columns, ROWS=32, TILE=tile, num_warps=4)
     return y
 
 
@@ -617,7 +636,7 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
 # ---- the op
 
 
-def _forward(
+def _launch_forward(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -639,13 +658,13 @@ def _forward(
     row, slot, ends = permutation(index, gate_up.shape[0])
     rows = _gather(x, row, k)
     hidden = grouped_mm(rows, gate_up if transposed else gate_up.transpose(1, 2), ends)
-    activated = _activation(hidden, slot, index, gate_up_bias, activation, interleaved, alpha, limit)
+    activated = _activation(hidden, slot, index, gate_up_bias, GateForm(activation, interleaved, alpha, limit))
     out = grouped_mm(activated, down if transposed else down.transpose(1, 2), ends)
     y = sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
     return y, hidden, row, slot, ends, rows if keep_rows else x.new_empty(0)
 
 
-def _backward(
+def _launch_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     index: torch.Tensor,
@@ -679,10 +698,7 @@ def _backward(
         gate_up_bias,
         weights.contiguous(),
         da,
-        activation,
-        interleaved,
-        alpha,
-        limit,
+        GateForm(activation, interleaved, alpha, limit),
         needs_down,
     )
     dweights = x.new_empty(0)
@@ -714,62 +730,27 @@ def _backward(
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 
-_forward_op = torch.library.custom_op("distill::experts", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("distill::experts_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(
-    x,
-    index,
-    weights,
-    gate_up,
-    down,
-    gate_up_bias,
-    down_bias,
-    residual,
-    activation,
-    interleaved,
-    transposed,
-    alpha,
-    limit,
-    keep_rows,
-):
+def _new_outputs(x, index, weights, gate_up, *rest) -> tuple[torch.Tensor, ...]:
+    *_, transposed, _, _, keep_rows = rest
     slots = index.numel()
     hidden = x.new_empty(slots, gate_up.shape[2 if transposed else 1])
-    order = x.new_empty(slots, dtype=torch.int32)
+    row = x.new_empty(slots, dtype=torch.int32)
     ends = x.new_empty(gate_up.shape[0], dtype=torch.int32)
     rows = x.new_empty((slots, x.shape[1]) if keep_rows else (0,))
-    return x.new_empty(x.shape), hidden, order, torch.empty_like(order), ends, rows
+    return x.new_empty(x.shape), hidden, row, torch.empty_like(row), ends, rows
 
 
-@_backward_op.register_fake
-def _(
-    dy,
-    x,
-    index,
-    weights,
-    gate_up,
-    down,
-    gate_up_bias,
-    down_bias,
-    hidden,
-    row,
-    slot,
-    ends,
-    rows,
-    activation,
-    interleaved,
-    transposed,
-    alpha,
-    limit,
-    needed,
-):
+def _new_gradients(dy, x, index, weights, gate_up, down, gate_up_bias, down_bias, *rest) -> tuple[torch.Tensor, ...]:
+    *_, needed = rest
     inputs = (x, weights, gate_up, down, gate_up_bias, down_bias)
     return tuple(
         tensor.new_empty(tensor.shape) if needs and tensor is not None else x.new_empty(0)
         for tensor, needs in zip(inputs, needed, strict=True)
     )
+
+
+# No plans: the grouped GEMMs between the kernels are torch's.
+_backward_op = KernelOp("experts_backward", _launch_backward, _new_gradients, planned=False)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -780,7 +761,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, index, weights, gate_up, down, gate_up_bias, down_bias, hidden, row, slot, ends, rows)
 
 
-def _differentiate(ctx, dy, *_):
+def _backward(ctx, dy):
     if dy is None:
         return (None,) * 14
     needs = ctx.needs_input_grad
@@ -792,7 +773,15 @@ def _differentiate(ctx, dy, *_):
     return dx, None, dweights, *others, dy if needs[7] else None, *[None] * 6
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+_forward_op = KernelOp(
+    "experts",
+    _launch_forward,
+    _new_outputs,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=1,
+    planned=False,
+)
 
 
 def experts(
@@ -869,5 +858,5 @@ def experts(
         float(alpha),
         float(limit),
         keep_rows and torch.is_grad_enabled(),
-    )[0]
+    )
     return y

@@ -220,7 +220,10 @@ _forward_op = KernelOp(
 
 
 class _GluOfProjections(torch.autograd.Function):
-    """The op for outputs of one `shared_linear`, whose gradients are written where its backward reads them."""
+    """The op for outputs of one `shared_linear`, whose gradients are written where its backward reads them.
+
+    Not the op's own function, whose backward returns new tensors.
+    """
 
     @staticmethod
     def forward(ctx, gate, up, activation, places):

@@ -15,7 +15,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton
-from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.column_sums import column_sums, row_groups
 from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
 from distill_kernels.layers.row_layout import affine_forward_rows, as_rows, stages_that_fit, two_sums_rows
 from distill_kernels.operands import contiguous_rows
@@ -51,9 +51,8 @@ def _column_partials(
     rows = 8
     columns = 256
     column_blocks = cdiv(hidden, columns)
-    target_programs = cdiv(4 * device_facts(x.device).multiprocessors, column_blocks)
-    rows_per_group = cdiv(cdiv(n_rows, target_programs), rows) * rows
-    groups = cdiv(n_rows, rows_per_group)
+    programs = 4 * device_facts(x.device).multiprocessors
+    rows_per_group, groups = row_groups(n_rows, rows, cdiv(programs, column_blocks))
     partials = torch.empty((groups, 2 * hidden), dtype=torch.float32, device=x.device)
     launch(
         _column_kernel,

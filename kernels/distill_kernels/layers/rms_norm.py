@@ -207,11 +207,13 @@ def _backward(ctx, dy, dsum=None):
         dweight = None
     if residual_dtype is None and dx.dtype == dtype:
         return dx if needed[0] else None, None, dweight, None, None, None
-    dx, dresidual = (
-        None if d is None or not need else other if other.dtype == d and other.shape == x.shape else dx.to(d)
-        for d, need in zip((dtype, residual_dtype), needed, strict=False)
-    )
-    return dx, dresidual, dweight, None, None, None
+
+    def in_dtype(wanted: torch.dtype) -> torch.Tensor:
+        # stored by the kernel beside dx where that has another dtype, and empty where all have one
+        return other if other.dtype == wanted and other.shape == x.shape else dx.to(wanted)
+
+    dresidual = in_dtype(residual_dtype) if needed[1] and residual_dtype is not None else None
+    return in_dtype(dtype) if needed[0] else None, dresidual, dweight, None, None, None
 
 
 def check_norm(
@@ -244,6 +246,8 @@ _add_forward_op = _norm_op("add_rms_norm_forward", 2)
 
 
 class _NormAndInput(torch.autograd.Function):
+    """The op with its input as a second output, which no op may return."""
+
     @staticmethod
     def forward(ctx, x, weight, eps, form, dtype):
         inputs = (x, None, weight, eps, form, dtype)

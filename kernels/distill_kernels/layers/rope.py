@@ -283,7 +283,11 @@ _in_place_op = KernelOp("rope_in_place", _launch_in_place, lambda *_: None, muta
 
 
 class _RotateProjections(torch.autograd.Function):
-    """Rotation of projections, columns of one matrix, in place; a copy would keep that matrix alive as well."""
+    """Rotation of projections, columns of one matrix, in place; a copy would keep that matrix alive as well.
+
+    Not the op's own function: an op returns none of its inputs and makes its gradients. These are written into slots of
+    one matrix, which the projections' backward reads as a whole.
+    """
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, places):

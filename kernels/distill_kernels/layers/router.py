@@ -20,7 +20,8 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp
+from distill_kernels.launch import cdiv, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.fast_math import exp, reciprocal
 
 Score = Literal["softmax", "sigmoid"]
@@ -94,13 +95,15 @@ def _route_kernel(
     logits = tl.load(logits_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=float("-inf"))
     logits = tl.where(row[:, None] < N, logits.to(tl.float32), 0.0)
     p = _scores(logits, SCORE)
-    key = logits
+    key = logits  # softmax and sigmoid keep the order, and logits are not rounded as p is
     if HAS_BIAS or GROUPS > 1:
         key = p
     if HAS_BIAS:
         key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)[None, :]
     key = tl.where(cols[None, :] < E, key, float("-inf"))
     if GROUPS > 1:  # BLOCK equals E here
+        # The two largest of each group without a sort: the largest is taken out by its index, and what is then the
+        # largest is the second.
         grouped = tl.reshape(key, ROWS, GROUPS, BLOCK // GROUPS)
         value = tl.max(grouped, 2)  # [ROWS, GROUPS]
         if not BY_MAX:
@@ -114,6 +117,7 @@ def _route_kernel(
             kept = tl.where(group == best, 1, kept)
             value = tl.where(group == best, float("-inf"), value)
         key = tl.reshape(tl.where(kept[:, :, None] > 0, grouped, float("-inf")), ROWS, BLOCK)
+    # One after the other, each taken out of `key` by its index, so that equals come in the order of their indices.
     choice = tl.arange(0, BLOCK_K)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
     index = tl.zeros([ROWS, BLOCK_K], tl.int32)
@@ -154,6 +158,7 @@ def _route_backward_kernel(
     logits = tl.load(logits_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=float("-inf"))
     logits = tl.where(row[:, None] < N, logits.to(tl.float32), 0.0)
     p = _scores(logits, SCORE)
+    # The k gradients are brought to their experts' columns, [ROWS, BLOCK], without atomics: an expert is chosen once.
     upstream = tl.zeros([ROWS, BLOCK], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK], tl.int32)
     for place in tl.static_range(K):
@@ -163,6 +168,7 @@ def _route_backward_kernel(
         upstream = tl.where(here, dweight[:, None], upstream)
         chosen = tl.where(here, 1, chosen)
     upstream *= scale
+    # See the formulas above; where not chosen w and upstream are 0.
     if NORMALISED:
         kept = tl.where(chosen > 0, p, 0.0)
         total = tl.maximum(tl.sum(kept, 1), 1e-20)[:, None]
@@ -180,11 +186,12 @@ def _route_backward_kernel(
 
 
 def _shape(experts: int) -> dict[str, int]:
+    """Return the tile of both kernels: whole rows, together 1,024 logits or one longer row."""
     block = next_power_of_2(experts)
     return {"BLOCK": block, "ROWS": max(1, 1024 // block)}
 
 
-def _forward(
+def _launch_forward(
     logits: torch.Tensor,
     k: int,
     bias: torch.Tensor | None,
@@ -203,7 +210,9 @@ def _forward(
     index = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
     shape = _shape(count)
     if tokens:
-        _route_kernel[(cdiv(tokens, shape["ROWS"]),)](
+        launch(
+            _route_kernel,
+            (cdiv(tokens, shape["ROWS"]),),
             logits,
             logits if bias is None else bias,
             weights,
@@ -226,7 +235,7 @@ def _forward(
     return weights, index
 
 
-def _backward(
+def _launch_backward(
     dweights: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, score: str, normalised: bool, scale: float
 ) -> torch.Tensor:
     tokens, count = logits.shape
@@ -248,7 +257,9 @@ def _backward(
     dlogits = logits.new_empty(tokens, count)
     shape = _shape(count)
     if tokens:
-        _route_backward_kernel[(cdiv(tokens, shape["ROWS"]),)](
+        launch(
+            _route_backward_kernel,
+            (cdiv(tokens, shape["ROWS"]),),
             logits,
             index,
             dweights.contiguous(),
@@ -266,20 +277,17 @@ def _backward(
     return dlogits
 
 
-_forward_op = torch.library.custom_op("distill::route", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("distill::route_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(logits, k, bias, score, normalised, scale, groups, kept_groups, by_max):
+def _new_outputs(logits, k, *settings) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-@_backward_op.register_fake
-def _(dweights, logits, index, score, normalised, scale):
+def _new_gradient(dweights, logits, *rest) -> torch.Tensor:
     return logits.new_empty(logits.shape)
+
+
+_backward_op = KernelOp("route_backward", _launch_backward, _new_gradient)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -291,14 +299,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(logits, index)
 
 
-def _differentiate(ctx, dweights, _):
+def _backward(ctx, dweights, _):
     if dweights is None:
         return (None,) * 9
     logits, index = ctx.saved_tensors
     return _backward_op(dweights, logits, index, *ctx.settings), *[None] * 8
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+_forward_op = KernelOp("route", _launch_forward, _new_outputs, setup_context=_setup_context, backward=_backward)
 
 
 def route(

@@ -138,13 +138,17 @@ def _launch(
     upstream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the distances, fp32 [M]; with their upstream gradient, that of the student's states, [P, N, H]."""
-    student, teacher = [list(map(contiguous_rows, states)) for states in (student, teacher)]
+    student = [contiguous_rows(states) for states in student]
+    teacher = [contiguous_rows(states) for states in teacher]
     rows = contiguous_rows(rows)
-    first, other = (student[0], teacher[0])
-    width = student[0].shape[1]
-    shape, dtype = (rows.shape, torch.float32) if upstream is None else ((len(student), *first.shape), first.dtype)
-    make = torch.empty if upstream is None or len(rows) == len(first) else torch.zeros
-    out = make(shape, dtype=dtype, device=first.device)
+    first = student[0]
+    width = first.shape[1]
+    if upstream is None:
+        out = torch.empty(rows.shape, dtype=torch.float32, device=first.device)
+    else:
+        # rows that are not compared have a gradient of 0, which no program writes
+        make = torch.empty if len(rows) == len(first) else torch.zeros
+        out = make((len(student), *first.shape), dtype=first.dtype, device=first.device)
     if not len(rows):
         return out
     table = [[s.data_ptr(), s.stride(0), t.data_ptr(), t.stride(0)] for s, t in zip(student, teacher, strict=True)]
@@ -152,7 +156,7 @@ def _launch(
     addresses = torch.tensor(table)
     if first.is_cuda:
         addresses = addresses.pin_memory().to(first.device, non_blocking=True)  # without a host sync
-    given = out if upstream is None else upstream
+    given = out if upstream is None else upstream  # forward no gradient is read
     block = min(next_power_of_2(width), TILE)
     launch(
         _distance_kernel,
@@ -166,7 +170,7 @@ def _launch(
         len(rows),
         **constants,
         GRADIENT=upstream is not None,
-        DTYPES=(_DTYPES[first.dtype], _DTYPES[other.dtype]),
+        DTYPES=(_DTYPES[first.dtype], _DTYPES[teacher[0].dtype]),
         ALIGNED=aligned,
         WIDTH=width,
         ROWS=TILE // block,
@@ -177,12 +181,15 @@ def _launch(
 
 
 class _Distance(torch.autograd.Function):
+    """Not an op: it takes lists of tensors, of which the kernel reads a table of addresses made anew in each call, and
+    keeps the teacher's states as an attribute, as inference tensors cannot be saved.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, teacher: list[torch.Tensor], rows: torch.Tensor, constants: dict[str, bool], *student: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, *student)
-        # inference tensors cannot be saved
         ctx.teacher = teacher
         ctx.constants = constants
         return _launch(student, teacher, rows, constants)

@@ -19,8 +19,8 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import nn
 
-from distill_kernels.kernel_op import check_no_gradients, check_tensors
-from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
+from distill_kernels.launch import device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.glu import Activation, check_activation, glu
 from distill_kernels.layers.rms_norm import Form, check_norm, launch_norm, reference_rms_norm
@@ -75,10 +75,12 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + row, scale)
 
 
-def _quantize_rows(
+def _launch(
     x: torch.Tensor, up: torch.Tensor | None = None, activation: str = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise x [M, K], or with an activation `glu(x, up)`, both of one dtype, row by row."""
+    x = contiguous_rows(x)
+    up = contiguous_rows(up)
     if not (runs_on_triton(x) and device_facts(x.device).fp8):
         return reference_quantize_rows(x if up is None else glu(x, up, activation))  # type: ignore[arg-type]
     rows, inputs = x.shape
@@ -88,7 +90,9 @@ def _quantize_rows(
         block = next_power_of_2(inputs)
         warps = min(16, max(1, block // 1024))
         other = x if up is None else up
-        quantize_rows_kernel[(rows,)](
+        launch(
+            quantize_rows_kernel,
+            (rows,),
             x,
             other,
             x8,
@@ -104,14 +108,18 @@ def _quantize_rows(
     return x8, scale
 
 
-@torch.library.custom_op("distill::quantize_rows", mutates_args=())
-def _quantize_rows_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize_rows(x)
-
-
-@_quantize_rows_op.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_outputs(x, up=None, activation="none") -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _check_matrices(x: torch.Tensor, up: torch.Tensor | None = None, activation: str = "none") -> None:
+    check_tensors(x=x, up=up)
+    check_no_gradients(x=x, up=up)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
+
+
+_op = KernelOp("quantize_rows", _launch, _new_outputs, check=_check_matrices)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,12 +135,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: If x is not a matrix, or requires a gradient.
     """
-    check_tensors(x=x)
-    check_no_gradients(x=x)
-    if x.dim() != 2:
-        raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
-    quantise = _quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows
-    return quantise(contiguous_rows(x))
+    quantized: tuple[torch.Tensor, torch.Tensor] = _op(x)
+    return quantized
 
 
 def _product(x8, scale, weight, weight_scale, bias, dtype):
@@ -319,10 +323,8 @@ class Fp8Linear(nn.Module):
         check_no_gradients(gate=gate, up=up)
         for part in (gate, up):
             _check(part)
-        flat = contiguous_rows(gate.reshape(-1, gate.shape[-1]))
-        flat_up = contiguous_rows(up.reshape(-1, up.shape[-1]))
-        quantized = _quantize_rows(flat, flat_up, activation)
-        y = _product(*quantized, self.weight, self.weight_scale, self.bias, gate.dtype)
+        x8, scale = _op(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]), activation)
+        y = _product(x8, scale, self.weight, self.weight_scale, self.bias, gate.dtype)
         return y.view(*gate.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):

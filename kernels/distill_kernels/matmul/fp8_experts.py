@@ -22,12 +22,13 @@ import torch
 from torch import nn
 
 from distill_kernels.decoding.experts import decode_experts, is_decoding
-from distill_kernels.kernel_op import check_no_gradients, check_tensors
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
+from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.experts import (
     EXPERT_ACTIVATIONS,
     ExpertActivation,
+    GateForm,
     gated,
     grouped_mm,
     load_pair,
@@ -69,7 +70,7 @@ def reference_fp8_experts(
         hidden = product(x[tokens], gate_up[expert], gate_up_scale[expert])
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        activated = reference_gate(hidden, activation, False, alpha, limit)
+        activated = reference_gate(hidden, GateForm(activation, False, alpha, limit))
         out = product(activated, down[expert], down_scale[expert]).float()
         if down_bias is not None:
             out = out + down_bias[expert].float()
@@ -150,8 +151,19 @@ def _gather_quantised(x: torch.Tensor, row: torch.Tensor, k: int) -> tuple[torch
     if tokens:
         block = next_power_of_2(columns)
         warps = min(16, max(1, block // 1024))
-        _gather_quantise_kernel[(tokens,)](
-            x, row, y, scale, columns, x.stride(0), K=k, TINY=TINY, BLOCK=block, num_warps=warps
+        launch(
+            _gather_quantise_kernel,
+            (tokens,),
+            x,
+            row,
+            y,
+            scale,
+            columns,
+            x.stride(0),
+            K=k,
+            TINY=TINY,
+            BLOCK=block,
+            num_warps=warps,
         )
     return y, scale
 
@@ -171,14 +183,16 @@ def _activation_quantised(
     if not runs_on_triton(x):
         if bias is not None:
             x = x + bias[index.flatten()[slot.long()]]
-        y8, of_row = reference_quantize_rows(reference_gate(x, activation, False, alpha, limit))
+        y8, of_row = reference_quantize_rows(reference_gate(x, GateForm(activation, False, alpha, limit)))
         return y8, of_row.flatten()
     y = torch.empty(slots, columns, dtype=FP8, device=x.device)
     scale = torch.empty(slots, dtype=torch.float32, device=x.device)
     if slots:
         block = next_power_of_2(columns)
         rows = max(1, 2048 // block)
-        _activation_quantise_kernel[(cdiv(slots, rows),)](
+        launch(
+            _activation_quantise_kernel,
+            (cdiv(slots, rows),),
             x,
             slot,
             index,
@@ -240,7 +254,7 @@ def _grouped_product(
 # ---- the op
 
 
-def _forward(
+def _launch(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -266,12 +280,8 @@ def _forward(
     return sum_slots(out, row, k, weights.contiguous(), index, down_bias, residual)
 
 
-_forward_op = torch.library.custom_op("distill::fp8_experts", _forward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(x, index, weights, gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias, residual, *settings):
-    return x.new_empty(x.shape)
+# No plan: the grouped GEMMs between the kernels are torch's.
+_op = KernelOp("fp8_experts", _launch, lambda x, *rest: x.new_empty(x.shape), planned=False)
 
 
 class Fp8Experts(nn.Module):
@@ -348,11 +358,11 @@ class Fp8Experts(nn.Module):
         """[N, H] of tokens, the indices and weights [N, k] of their experts, and a residual to add -> [N, H].
 
         Raises:
-            ValueError: For a GPU without products of e4m3, another dtype than bfloat16 on a GPU, or an x that requires
-                a gradient.
+            ValueError: For a GPU without products of e4m3, another dtype than bfloat16 on a GPU, or a tensor that
+                requires a gradient.
         """
         check_tensors(x=x, index=index, weights=weights, residual=residual)
-        check_no_gradients(x=x, weights=weights)
+        check_no_gradients(x=x, weights=weights, residual=residual)
         if x.is_cuda and not device_facts(x.device).fp8:
             raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
         if x.is_cuda and x.dtype != torch.bfloat16:
@@ -373,7 +383,7 @@ class Fp8Experts(nn.Module):
                 gate_up_scale=self.gate_up_scale,
                 down_scale=self.down_scale,
             )
-        y: torch.Tensor = _forward_op(
+        y: torch.Tensor = _op(
             x.contiguous(),
             index,
             weights,

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
+from distill_kernels.launch import cdiv, device_facts, launch, next_power_of_2, runs_on_triton
 from distill_kernels.matmul.fp8 import FP8
 from distill_kernels.matmul.fp8_quantize_kernels import _column_maxima_kernel, _quantize_kernel, _transpose_kernel
 from distill_kernels.operands import contiguous_rows, differentiable_once
@@ -110,7 +110,9 @@ def quantize(
     )
     if rows:
         block = next_power_of_2(max(widths))
-        _quantize_kernel[(rows,)](
+        launch(
+            _quantize_kernel,
+            (rows,),
             tuple(sources),
             tuple(source.stride(0) for source in sources),
             tuple(widths),
@@ -130,7 +132,9 @@ def quantize(
 def _transpose(source: torch.Tensor, out: torch.Tensor, kind: str, *operands: torch.Tensor | None) -> None:
     rows, columns = source.shape
     width = out.shape[1]
-    _transpose_kernel[(cdiv(width, 128), cdiv(columns, 64))](
+    launch(
+        _transpose_kernel,
+        (cdiv(width, 128), cdiv(columns, 64)),
         source,
         out.view(torch.uint8),
         *operands,
@@ -179,7 +183,9 @@ def by_columns(dy8: torch.Tensor, token: torch.Tensor, sw: torch.Tensor) -> Quan
         return torch.nn.functional.pad(t8.view(torch.uint8), (0, -rows % UNIT)).contiguous().view(FP8), scale
     largest = torch.zeros(columns, dtype=torch.int32, device=dy8.device)
     rows_a_program = 256
-    _column_maxima_kernel[(cdiv(columns, 128), cdiv(rows, rows_a_program))](
+    launch(
+        _column_maxima_kernel,
+        (cdiv(columns, 128), cdiv(rows, rows_a_program)),
         dy8.view(torch.uint8),
         token,
         sw,
@@ -249,7 +255,13 @@ def _gradients(
     return [dx, *(gradient.to(weight.dtype) if one else None for gradient, weight, one in pairs)]
 
 
+# Functions and no ops: they are mostly cuBLAS's products, and what they keep for the backward depends on which of the
+# weights are trained.
+
+
 class _Linears(torch.autograd.Function):
+    """Products of one input, which is quantised once, with several weights."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x8, sx = quantize([x.reshape(-1, x.shape[-1])])
@@ -270,6 +282,8 @@ class _Linears(torch.autograd.Function):
 
 
 class _SwigluMlp(torch.autograd.Function):
+    """A gated MLP: its activation, and the gradients of gate and up, are quantised as they are computed."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         x8, sx = quantize([x.reshape(-1, x.shape[-1])])

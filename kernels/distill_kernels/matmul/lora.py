@@ -63,7 +63,10 @@ def _backward(
 
 
 class _LoraLinear(torch.autograd.Function):
-    """LoRA layer whose input is one tensor, or a function of several that is recomputed in the backward."""
+    """LoRA layer whose input is one tensor, or a function of several that is recomputed in the backward.
+
+    A function and no op: its products are PyTorch's, and `function` is Python.
+    """
 
     @staticmethod
     def forward(ctx: Any, function: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float, *parts: Any) -> Any:

@@ -75,6 +75,8 @@ def products(
 
 
 class _SharedLinear(torch.autograd.Function):
+    """A function and no op: its products are PyTorch's, and its node hands out slots for its outputs' gradients."""
+
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, biased: Sequence[int], x: torch.Tensor, *operands: torch.Tensor) -> Any:
         # cast here and not by autocast, whose cache would keep copies that were made without a graph
@@ -109,7 +111,8 @@ class _SharedLinear(torch.autograd.Function):
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         dx = None
         whole = joined_gradient(ctx, flat)
-        if weights and whole is not None and (weight := adjacent_as_one(weights)) is not None:
+        weight = adjacent_as_one(weights) if weights and whole is not None else None
+        if whole is not None and weight is not None:
             dx = whole @ weight
         elif weights:
             for place, g in flat.items():

@@ -23,8 +23,6 @@ from distill_kernels.launch import CachedLauncher, cdiv, device_facts, runs_on_t
 logger = logging.getLogger(__name__)
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-COLUMNS = 8
-"""int64 columns of the table: address of parameter, first moment, second moment, master; elements; number; programs."""
 
 
 class BucketKey(NamedTuple):
@@ -74,6 +72,10 @@ class Member:
 
 class Bucket:
     """The members of one launch and, for a Triton launch, their tables on the device.
+
+    `table` is int64 [tensors, 8]: the addresses of parameter, first moment, second moment and master (0 without one),
+    elements, the parameter's number, its programs, and a column that fills the row up to 64 bytes. `gradients` are
+    addresses too, int64 [tensors], `blocks` the map of the module's docstring.
 
     `rows` is fp32 [tensors, 8]: steps taken (each member's "step" is a view of it); then what the kernel leaves for its
     next launch: the step and the log2 of both betas that the bias corrections in the next two columns are for; in the
