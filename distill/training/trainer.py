@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +32,11 @@ from distill.recipe import Loss
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
-from distill.training.listeners import Listeners, StepListener
+from distill.training.listeners import StepListener
+from distill.training.loss_metrics import RouterMetrics
 from distill.training.metrics import count_sums, metrics_from_sums
 from distill.training.named_models import load_named_models
 from distill.training.phases import PAUSED
-from distill.training.router_metrics import RouterMeter
 from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
 
@@ -140,7 +138,6 @@ class DistillationTrainer(TransformersCompat):
         self.neftune_noise_alpha = None  # in place of `Trainer`'s hook, which scales by rows, stands `EmbeddingNoise`
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
-        self.listeners = Listeners(self.callback_handler)
         self.objective.watch(self.listeners)
         for listener in training_listeners(self, self.objective, loss):
             self.add_callback(listener)
@@ -272,7 +269,7 @@ class DistillationTrainer(TransformersCompat):
         training = model.training
         model.eval()
         sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
-        of_routers = RouterMeter(self.sum_over_ranks)
+        of_routers = RouterMetrics(self.sum_over_ranks)
         with self.compute_loss_context_manager():
             for batch in self.objective.prefetch(batches):
                 # num_items 1 leaves sums, which add up over batches and ranks of any size; they are divided once, at
@@ -292,20 +289,5 @@ class DistillationTrainer(TransformersCompat):
             "loss": loss / trained,
             **figures,
             "perplexity": perplexity(figures["cross_entropy"]),
-            **of_routers.pop_metrics(),
+            **of_routers.metrics(),
         }
-
-    # ----------------------------------------------------------- checkpoints
-
-    def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        self.listeners.notify(StepListener.gradient_norm_computed, norm)
-
-    def writing_checkpoint(self) -> AbstractContextManager[object]:
-        """Return the context of writing a checkpoint, whose time is not counted as step time."""
-        return self.listeners.phase(PAUSED)
-
-    def save_listeners(self, checkpoint: Path) -> None:
-        self.listeners.notify(StepListener.save, checkpoint)
-
-    def restore_listeners(self, checkpoint: Path) -> None:
-        self.listeners.notify(StepListener.restore, checkpoint)
