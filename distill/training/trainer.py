@@ -62,7 +62,7 @@ class DistillationTrainer(TransformersCompat):
         train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`. Models that are named bring their
             tokenizer where no `processing_class` is given.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
-            On several processes each row of an epoch is used once (`rank_batches.py`).
+            On several processes each row of an epoch is used once (`samplers.py`).
         batch_columns: Columns of training batches beside the teacher's.
         token_weights: Function of the tokens' weights, see `DistillationObjective`.
         more: Further arguments of `Trainer`.

@@ -28,12 +28,11 @@ from distill.core.manifest import write_manifest
 from distill.data.packing import BLOCK
 from distill.data.stream import StreamedRows
 from distill.models.sharding import has_no_state, use_fsdp2
-from distill.training.block_sampler import BlockSampler
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, load_weights, rotate_checkpoints
 from distill.training.listeners import Listeners, StepListener
 from distill.training.module_cache import cached_parameters
 from distill.training.phases import PAUSED
-from distill.training.rank_batches import without_repeated_rows
+from distill.training.samplers import BlockSampler, without_repeated_rows
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
 
 
