@@ -337,8 +337,6 @@ def own_workspace() -> Iterator[None]:
 
 def _unsuited(decoder: nn.Module) -> str | None:
     """Return why a decoder cannot be captured, as far as that is known without running it; None otherwise."""
-    if not hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # a graph's memory would be used after its end
-        return f"torch {torch.__version__} has no _cuda_clearCublasWorkspaces"
     for parameter in decoder.parameters():
         if isinstance(parameter, DTensor):
             return "its weights are sharded"

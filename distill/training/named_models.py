@@ -6,8 +6,6 @@ computed in (`bf16` or `fp16` of the arguments, else float32), the student in fl
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments
@@ -19,24 +17,12 @@ from distill.recipe import LocalTeacherConfig, Student
 from distill.teachers.base import Teacher
 
 
-class NamedModels(NamedTuple):
-    """Models of a trainer, those that were named loaded.
-
-    Attributes:
-        tokenizer: Tokenizer of the student, else of the teacher, that was named; None where neither was.
-        columns: Columns of the vocabulary that both models share; None where they were not both named.
-    """
-
-    student: nn.Module
-    teacher: nn.Module | Teacher
-    tokenizer: PreTrainedTokenizerBase | None
-    columns: int | None
-
-
 def load_named_models(
     student: str | nn.Module, teacher: str | nn.Module | Teacher, args: TrainingArguments
-) -> NamedModels:
-    """Return the models, each loaded where it is a name.
+) -> tuple[nn.Module, nn.Module | Teacher, PreTrainedTokenizerBase | None, int | None]:
+    """Return student and teacher, each loaded where it is a name, with the tokenizer of a named one.
+
+    The last value are the columns of the vocabulary that two named models share, None for others.
 
     Raises:
         ValueError: There is no such model; or both are named and an id of their tokenizers means different tokens.
@@ -64,4 +50,4 @@ def load_named_models(
         assert isinstance(teacher, nn.Module)
         rows = [len(find_head(model).linear.weight) for model in (teacher, loaded)]  # type: ignore[arg-type]
         columns, _ = shared_columns(teacher_tokenizer, tokenizer, *rows)
-    return NamedModels(loaded, teacher, tokenizer or teacher_tokenizer, columns)
+    return loaded, teacher, tokenizer or teacher_tokenizer, columns

@@ -91,11 +91,9 @@ class DistillationTrainer(TransformersCompat):
         **more: Any,
     ) -> None:
         overwrite_arguments(args, more)
-        named = load_named_models(model, teacher, args)
-        model = named.student
-        teacher = named.teacher
-        processing_class = named.tokenizer if processing_class is None else processing_class
-        vocab_size = named.columns if vocab_size is None else vocab_size
+        model, teacher, tokenizer, columns_of_both = load_named_models(model, teacher, args)
+        processing_class = tokenizer if processing_class is None else processing_class
+        vocab_size = columns_of_both if vocab_size is None else vocab_size
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         padding = padding_token(processing_class, getattr(model, "config", None))
         omit_positions = not any(map(follows_length, (model, *loaded.values())))

@@ -87,7 +87,8 @@ class _Trial:
         words = (torch.arange(3 * (2 * self.length + 2), device=device) * 7 + 3) % text.vocab_size
         first = words.split(3 * self.length)[0]
         second = words[3 * self.length :]
-        self.first, self.second = first.split(self.length), second.split(self.length + 2)
+        self.first = first.split(self.length)
+        self.second = second.split(self.length + 2)
         dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
         quantised = quantised_by_transformers(model)
         self.tolerance = OTHER_KERNEL if quantised else rounding(dtype, SAME_SHAPE_ROUNDINGS)
