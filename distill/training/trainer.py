@@ -22,20 +22,22 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import BatchColumns, Collator, content_mask, padding_token
+from distill.models.head import find_head
+from distill.models.load.vocabulary import compare, shared_columns
+from distill.models.loading import load_student, load_teacher, load_tokenizer
 from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
 from distill.objectives.measure import perplexity
 from distill.objectives.targets import Batch
 from distill.objectives.token_weights import WeightFunction
-from distill.recipe import Loss
+from distill.recipe import LocalTeacherConfig, Loss, Student
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import StepListener
 from distill.training.loss_metrics import RouterMetrics
 from distill.training.metrics import count_sums, metrics_from_sums
-from distill.training.named_models import load_named_models
 from distill.training.phases import PAUSED
 from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
@@ -91,7 +93,7 @@ class DistillationTrainer(TransformersCompat):
         **more: Any,
     ) -> None:
         overwrite_arguments(args, more)
-        model, teacher, tokenizer, columns_of_both = load_named_models(model, teacher, args)
+        model, teacher, tokenizer, columns_of_both = _load_named_models(model, teacher, args)
         processing_class = tokenizer if processing_class is None else processing_class
         vocab_size = columns_of_both if vocab_size is None else vocab_size
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
@@ -289,3 +291,43 @@ class DistillationTrainer(TransformersCompat):
             "perplexity": perplexity(figures["cross_entropy"]),
             **of_routers.metrics(),
         }
+
+
+def _load_named_models(
+    student: str | nn.Module, teacher: str | nn.Module | Teacher, args: TrainingArguments
+) -> tuple[nn.Module, nn.Module | Teacher, PreTrainedTokenizerBase | None, int | None]:
+    """Return student and teacher, each loaded where it is a name, with the tokenizer of a named one.
+
+    A name is a hub id, a folder, a .gguf file or `package:NAME/FILE.gguf`. The teacher is loaded in the dtype that is
+    computed in (`bf16` or `fp16` of the arguments, else float32), the student in float32, in which small updates are
+    kept.
+
+    The last value are the columns of the vocabulary that two named models share, None for others.
+
+    Raises:
+        ValueError: There is no such model; or both are named and an id of their tokenizers means different tokens.
+    """
+    tokenizer = None
+    teacher_tokenizer = None
+    columns = None
+    # tokenizers first: a pair that cannot be compared is refused before weights are read
+    if isinstance(student, str):
+        student_section = Student(model=student)
+        tokenizer = load_tokenizer(student_section, "student")
+    if isinstance(teacher, str):
+        teacher_section = LocalTeacherConfig(model=teacher)
+        teacher_tokenizer = load_tokenizer(teacher_section, "teacher")
+    if tokenizer is not None and teacher_tokenizer is not None:
+        compare(teacher_tokenizer, tokenizer).require()
+    if isinstance(teacher, str):
+        computed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        teacher = load_teacher(teacher_section, device=args.device, dtype=computed)
+    if isinstance(student, str):
+        loaded: nn.Module = load_student(student_section, device=args.device, dtype=torch.float32)
+    else:
+        loaded = student
+    if tokenizer is not None and teacher_tokenizer is not None:
+        assert isinstance(teacher, nn.Module)
+        rows = [len(find_head(model).linear.weight) for model in (teacher, loaded)]  # type: ignore[arg-type]
+        columns, _ = shared_columns(teacher_tokenizer, tokenizer, *rows)
+    return loaded, teacher, tokenizer or teacher_tokenizer, columns
