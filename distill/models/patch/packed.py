@@ -44,9 +44,9 @@ GRADIENT_NOT_FINITE = (
 )
 
 
-def isolates_documents(model: nn.Module, *, row_by_row: bool = False) -> bool:
+def isolates_documents(model: nn.Module) -> bool:
     """Return whether documents of a packed row come out as each does alone; see `packing_problem`."""
-    return packing_problem(model, row_by_row=row_by_row) is None
+    return packing_problem(model) is None
 
 
 @torch.no_grad()
