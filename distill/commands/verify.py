@@ -140,10 +140,10 @@ def _before(path: Path) -> str:
 def _replies(path: Path) -> str:
     from distill.generation.environment import read_replies
 
-    found = read_replies(path)
-    if found.damaged:
-        raise ValueError(f"line {', '.join(map(str, found.damaged))} is not as it was written")
-    return f"replies to {plural(len(found.replies), 'conversation')}"
+    replies, damaged = read_replies(path)
+    if damaged:
+        raise ValueError(f"line {', '.join(map(str, damaged))} is not as it was written")
+    return f"replies to {plural(len(replies), 'conversation')}"
 
 
 def _rollouts(path: Path) -> str:

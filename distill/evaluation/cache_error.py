@@ -129,13 +129,11 @@ def measure(
     dtype: torch.dtype = torch.float16,
     ks: Sequence[int] = KS,
     seed: int = 0,
-    advance: Callable[[], None] = lambda: None,
 ) -> list[Lossiness]:
     """Return the table of errors: every K up to the vocabulary, every reading.
 
     Args:
         seed: Seed of the sampled tail.
-        advance: called after each row.
     """
     s = sample
     _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_transform, s.columns, temperature)
@@ -186,7 +184,6 @@ def measure(
                     *(_distance(a, b) for a, b in zip(made[1:], exact[1:], strict=True)),
                 )
             )
-            advance()
     return table
 
 

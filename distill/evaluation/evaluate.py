@@ -12,7 +12,6 @@ sums are kept in float64.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -118,7 +117,8 @@ def evaluate(
     loss = objective.loss
     objective.loss = objective.held_out_loss()
     try:
-        with torch.no_grad(), eval_mode(student), autocast_context(device, autocast):
+        compute = torch.autocast(device.type, autocast, enabled=autocast is not None)
+        with torch.no_grad(), eval_mode(student), compute:
             sums = _sums(student, objective, rows, collator, batch_size, device)
         objective.teacher.flush()
     finally:
@@ -177,8 +177,3 @@ def _sums(
     if distributed:
         torch.distributed.all_reduce(sums)
     return sums
-
-
-def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context for `dtype`; one that does nothing for None."""
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)

@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from distill_kernels.losses.divergence import log_softmax, unique_argmax
+from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator, move_batch
 from distill.evaluation.bootstrap import Interval, mean_intervals, reduction_interval
-from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, metrics_from_statistics
+from distill.evaluation.evaluate import NO_GAP, HeldOut, metrics_from_statistics
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
 from distill.objectives.measure import perplexity
+from distill.objectives.top_k_encoding import log_probabilities
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.teacher import CrossTeacher
@@ -108,7 +109,7 @@ def evaluate_documents(
             document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is a document too
             documents, owner = document.unique(return_inverse=True)
             body = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-            with autocast_context(device, autocast):
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 hidden = [decoder_of(model)(**body).last_hidden_state.flatten(0, 1)[keep] for model in models]
             totals = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
             for start in range(0, len(labels), CHUNK):
@@ -175,27 +176,15 @@ def evaluate_spans(
 
 
 def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:
-    """Return log-probabilities [N, columns] in float32, with the model's logit scale and soft cap."""
+    """Return log-probabilities [N, columns] of the model's own logits, in float32 (float64 for float64).
+
+    Logits rounded to bfloat16 would be multiples of 1/8 between 16 and 32.
+    """
 
     def compute(x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
-        logits = _product(x.to(head.weight.dtype), head.weight)
-        if head.bias is not None:
-            logits = logits + head.bias
-        if head.lora is not None:
-            a, b, factor = head.lora
-            logits = logits + factor * (x.to(a.dtype) @ a.t() @ b.t()).float()
-        return logits
+        return log_probabilities(x, head, transform, columns, 1.0)[1]
 
-    return log_softmax(transform.applied(call_head(find_head(model), hidden, compute)[:, :columns]))
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `x @ weight.T` in float32: rounded to bfloat16, logits between 16 and 32 would be multiples of 1/8."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return nn.functional.linear(x, weight).float()
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return nn.functional.linear(x.float(), weight.float())
+    return call_head(find_head(model), hidden, compute)
 
 
 def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

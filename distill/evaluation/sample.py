@@ -13,7 +13,6 @@ A teacher that fits no GPU is sharded over several processes, which generate tog
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -42,7 +41,7 @@ from distill.generation.decode_loop import DecodeEngine
 from distill.generation.engines import TransformersEngine, engine_for, settings_for
 from distill.generation.parsed_response import ResponseParser
 from distill.generation.prompts import RolloutPrompt, read_prompts
-from distill.generation.sampling import Sampling
+from distill.generation.sampling import Sampling, derived_seed
 from distill.generation.stopping import response_text
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.gpu_specs import runs_our_kernels
@@ -175,7 +174,7 @@ def sample(
                 [prompt.ids for prompt in group],
                 max_new_tokens=[min(most, longest - len(prompt.ids)) for prompt in group],
                 sampling=settings.sampling,
-                seeds=[_seed(settings.seed, first + number) for number in range(len(group))],
+                seeds=[derived_seed(settings.seed, first + number) for number in range(len(group))],
                 batch_size=batch_size,
             )
             for number, (prompt, tokens, cut) in enumerate(
@@ -211,11 +210,6 @@ def _template(recipe: Recipe, tokenizer: Any, who: str) -> ChatTemplate | None:
     if recipe.student.vocabulary == "cross":
         return teacher_template(recipe.data, tokenizer, kwargs)
     return template_of(recipe.data, tokenizer, kwargs=kwargs, field="data" if kwargs is None else "teacher")
-
-
-def _seed(seed: int, number: int) -> int:
-    digest = hashlib.blake2b(f"{seed},{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _run_reads_text(recipe: Recipe, vocabulary: str) -> bool:

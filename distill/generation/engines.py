@@ -28,7 +28,13 @@ from distill.data.chat import ChatTemplate
 from distill.generation.decode_loop import DecodeEngine, DecodeLoop, EngineSettings, Generated, Request
 from distill.generation.prompts import Turn, encode_prompt
 from distill.generation.sampling import Sampling, at_least_float32
-from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
+from distill.generation.stopping import (
+    StopStrings,
+    end_tokens,
+    override_generation_config,
+    plain_text,
+    truncate_at_end,
+)
 from distill.generation.support_check import unsupported_reason
 from distill.models.head import unwrap_peft
 from distill.models.patch.document_rope import generates_with_cache, rope_by_document, short_length
@@ -101,14 +107,15 @@ def greedy_responses(
         prompts: Plain texts, or chats, which need a chat template.
         max_new_tokens: Maximum length of a response; it ends earlier at an end-of-sequence token.
     """
-    engine = TransformersEngine(model, settings_for(model, tokenizer, None))
+    settings = settings_for(model, tokenizer, None)
+    engine = TransformersEngine(model, settings)
     responses = []
     # samples one by one, so that no response depends on its neighbours; the many prompts of a task in batches
     size = 1 if len(prompts) <= FEW else FEW
     for begin in range(0, len(prompts), size):
         ids = [encode_prompt(tokenizer, prompt) for prompt in prompts[begin : begin + size]]
         generated = engine.generate(ids, max_new_tokens=max_new_tokens)
-        responses += [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in generated.tokens]
+        responses += [plain_text(tokenizer, tokens, settings.ends) for tokens in generated.tokens]
         console.advance(len(ids))
     return responses
 

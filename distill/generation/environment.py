@@ -29,6 +29,7 @@ from distill.data.row_reader import template_kwargs
 from distill.data.sources import RowFault
 from distill.generation.documents import RolloutDocument
 from distill.generation.function_calls import Call, FunctionInput, UserFunction
+from distill.generation.sampling import derived_seed
 from distill.generation.stopping import response_text
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Rollout:
 
     @property
     def turn_seed(self) -> int:
-        return self.seed if self.turn == 0 else _seed_of_turn(self.seed, self.turn)
+        return self.seed if self.turn == 0 else derived_seed(self.seed, self.turn)
 
     def add_response(self, tokens: Sequence[int], log_probs: Sequence[float], truncated: bool) -> None:
         self.last = len(self.tokens)
@@ -262,13 +263,13 @@ class EnvironmentLog:
         if self._file is not None and self._file.is_file():
             _cut_unfinished_line(self._file)
         for file in [] if folder is None else sorted((folder / FOLDER).glob("*.jsonl")):
-            found = read_replies(file)
-            self._replies.update(found.replies)
-            if found.damaged:
+            replies, damaged = read_replies(file)
+            self._replies.update(replies)
+            if damaged:
                 log.warning(
                     "%s: line %s is damaged: its reply is not used, and the environment is called again",
                     file,
-                    ", ".join(map(str, found.damaged)),
+                    ", ".join(map(str, damaged)),
                 )
 
     def __contains__(self, key: str) -> bool:
@@ -299,21 +300,13 @@ def _require_unicode(messages: Sequence[Message] | None, prefix: str) -> None:
             )
 
 
-class LoggedReplies(NamedTuple):
-    """Replies in a file of the log.
+def read_replies(file: Path) -> tuple[dict[str, list[Message] | None], list[int]]:
+    """Return the replies in a file by the conversation before each, and the numbers, from 1, of damaged lines.
 
-    Attributes:
-        replies: Replies by the conversation before each.
-        damaged: Numbers of the lines, from 1, that are not as they were written.
+    A last line without its end, which a killed process wrote, is left out.
     """
-
-    replies: dict[str, list[Message] | None]
-    damaged: list[int]
-
-
-def read_replies(file: Path) -> LoggedReplies:
-    """Return the replies in a file; a last line without its end, which a killed process wrote, is left out."""
-    found = LoggedReplies({}, [])
+    replies: dict[str, list[Message] | None] = {}
+    damaged: list[int] = []
     *lines, _ = file.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -322,10 +315,10 @@ def read_replies(file: Path) -> LoggedReplies:
             if not isinstance(row, dict) or row.keys() - {SUM} != {"key", "messages"} or not has_valid_checksum(row):
                 raise ValueError("it is not as it was written")
         except (ValueError, RecursionError):
-            found.damaged.append(number)
+            damaged.append(number)
         else:
-            found.replies[row["key"]] = row["messages"]
-    return found
+            replies[row["key"]] = row["messages"]
+    return replies, damaged
 
 
 def _cut_unfinished_line(file: Path) -> None:
@@ -339,8 +332,3 @@ def _conversation_key(rollout: Rollout, conversation: Sequence[Message]) -> str:
     # rows of the same words may have other columns, which the environment reads too
     text = json.dumps([rollout.seed, rollout.turn, conversation, rollout.document.source_row], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _seed_of_turn(seed: int, turn: int) -> int:
-    digest = hashlib.blake2b(f"{seed},{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -109,12 +109,18 @@ def rollouts_from_recipe(
     # a row then has one of 16 lengths, so that few shapes are captured
     room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
     multiple = max(64, room // 1024 * 64) if one_row or graphed else 1
+    reward = reward_of(recipe.loss, section)
     environment = None
+    rewards = None
+    from_run = None
+    if section.environment is not None or reward is not None or contexts:
+        from distill.generation.reward_rows import row_table_from_recipe
+
+        look_up = row_table_from_recipe(recipe, tokenizer, settings.ends).function_input
     if section.environment is not None:
         from accelerate import PartialState
 
         from distill.generation.environment import ChatFormat, Environment, EnvironmentFunction, EnvironmentLog
-        from distill.generation.reward_rows import row_table_from_recipe
 
         assert code is not None, "--plugin was checked"
         if template is None:
@@ -123,21 +129,19 @@ def rollouts_from_recipe(
         function = EnvironmentFunction(Path(section.environment_file), code, name, section.environment_timeout)
         chat = ChatFormat(template, tokenizer, frozenset(settings.ends))
         log = EnvironmentLog(folder, PartialState().process_index)
-        question = row_table_from_recipe(recipe, tokenizer, settings.ends).function_input
-        environment = Environment(function, question, chat, section.max_turns, log)
-    rewards = None
-    if reward_of(recipe.loss, section) is not None:
-        from distill.generation.reward_rows import rewards_from_recipe
+        environment = Environment(function, look_up, chat, section.max_turns, log)
+    if reward is not None:
+        from distill.generation.function_calls import RewardFunction
+        from distill.generation.rewards import Rewards
 
         assert code is not None, "--plugin was checked"
-        rewards = rewards_from_recipe(recipe, tokenizer, code, settings.ends)
-    from_run = None
+        reward_function = RewardFunction(Path(reward.file), code, reward.name, reward.timeout)
+        reward_function.field = reward.field
+        rewards = Rewards(reward_function.judge, look_up, reward.scale)
     if contexts:
-        from distill.generation.reward_rows import row_table_from_recipe
         from distill.generation.rollout_contexts import RolloutContexts
 
-        question = row_table_from_recipe(recipe, tokenizer, settings.ends).function_input
-        from_run = RolloutContexts(contexts, question, recipe.data.max_length)
+        from_run = RolloutContexts(contexts, look_up, recipe.data.max_length)
     return OnPolicyRollouts(
         engine,
         fraction=section.fraction,

@@ -117,7 +117,8 @@ class FusedDecoder:
 
         # One residual stream, and three sets of sums of squares: the GEMM that adds to the stream leaves them for the
         # norm that the next one takes in, one sum per tile of its columns.
-        self.first_stream, self.middle_stream = stream(1), stream(tiles_of(products.out, self.plan.out))
+        self.first_stream = stream(1)
+        self.middle_stream = stream(tiles_of(products.out, self.plan.out))
         self.stream = stream(tiles_of(products.down, self.plan.down))
 
     def _norm(self, number: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ from disk, and its messages before the response.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.data.chat import template_of
@@ -15,11 +14,9 @@ from distill.data.formats import RowFormat
 from distill.data.load import format_of, source_of
 from distill.data.source_rows import StoredRows, store_rows
 from distill.generation.documents import RolloutDocument
-from distill.generation.function_calls import FunctionInput, RewardFunction
-from distill.generation.rewards import Rewards
+from distill.generation.function_calls import FunctionInput
 from distill.generation.stopping import response_text
 from distill.recipe import Recipe
-from distill.recipe.reward import reward_of
 
 
 class TableSource(NamedTuple):
@@ -53,22 +50,6 @@ class RowTable:
         prompt = sample.prompt or "" if sample.messages is None else sample.messages[: place.message]
         answer = response_text(self.tokenizer, response, self.ends)
         return FunctionInput(f"row {place.row} of {source.name}", prompt, answer, row, sample.tools)
-
-
-def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes, ends: Collection[int]) -> Rewards | None:
-    """Return the rewards of a recipe's run, or None if it has none.
-
-    Args:
-        recipe: the run's recipe, whose reward file `--plugin` has allowed.
-        code: content of the file that the reward names.
-        ends: tokens that end a response.
-    """
-    settings = reward_of(recipe.loss, recipe.data.active_on_policy)
-    if settings is None:
-        return None
-    function = RewardFunction(Path(settings.file), code, settings.name, settings.timeout)
-    function.field = settings.field
-    return Rewards(function.judge, row_table_from_recipe(recipe, tokenizer, ends).function_input, settings.scale)
 
 
 def row_table_from_recipe(recipe: Recipe, tokenizer: Any, ends: Collection[int]) -> RowTable:

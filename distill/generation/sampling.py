@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple, cast
 
 import torch
@@ -55,6 +56,12 @@ GREEDY = Sampling(0.0)
 
 def sampling_of(section: OnPolicy) -> Sampling:
     return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """Return the seed of one of several sequences that are sampled with a seed, 64 bits with a sign."""
+    digest = hashlib.blake2b(f"{seed},{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def filter_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -81,8 +81,17 @@ def response_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) 
 
     What rewards, environments and `distill sample` get.
     """
-    kept = list(tokens[:-1]) if tokens and tokens[-1] in ends else list(tokens)
+    kept = without_end(tokens, ends)
     return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def plain_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """Return a response as text without special tokens, for people and for tasks."""
+    return str(tokenizer.decode(without_end(tokens, ends), skip_special_tokens=True)).strip()
+
+
+def without_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    return list(tokens[:-1]) if tokens and tokens[-1] in ends else list(tokens)
 
 
 @contextlib.contextmanager

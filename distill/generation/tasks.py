@@ -22,6 +22,7 @@ from distill.generation.decode_loop import DecodeEngine
 from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.option_scores import OptionPrompt, OptionScorer
 from distill.generation.prompts import encode_prompt
+from distill.generation.stopping import plain_text
 from distill.generation.task_answers import Accuracy, TaskPrompt, is_right, read_task
 from distill.recipe import Recipe
 from distill.recipe.evaluation import Task
@@ -182,11 +183,7 @@ class StudentTasks:
             max_new_tokens=questions.task.max_new_tokens,
             batch_size=self.batch_size,
         )
-        return [self._text(tokens) for tokens in generated.tokens]
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        kept = list(tokens[:-1]) if tokens and tokens[-1] in self.ends else list(tokens)
-        return str(self.tokenizer.decode(kept, skip_special_tokens=True)).strip()
+        return [plain_text(self.tokenizer, tokens, self.ends) for tokens in generated.tokens]
 
     def _write(self, questions: TaskQuestions, answers: Sequence[tuple[int, str, bool]], step: int) -> None:
         lines = []

@@ -10,7 +10,6 @@ from torch import nn
 from distill.models.dtypes import full_shape
 from distill.models.head import attention_sizes, decoder_of, find_head, unwrap_peft
 from distill.models.names import EXPERTS
-from distill.models.output_rows import MARK, row_parameters
 from distill.models.quantised_checkpoints import as_built
 from distill.models.routing import routing_of
 
@@ -77,10 +76,7 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
     decoder = decoder_of(model)
     linear = find_head(model).linear
     embeddings = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    layer = decoder.__dict__.get(MARK)
-    rows = [] if layer is None else row_parameters(layer)  # applied to the rows that the loss reads only
-    apart = embeddings | {id(p) for p in rows}
-    body = [p for p in decoder.parameters() if id(p) not in apart]
+    body = [p for p in decoder.parameters() if id(p) not in embeddings]
     heads, _, width = attention_sizes(config)
 
     def cost(parameters: list[nn.Parameter]) -> tuple[float, float]:
@@ -99,7 +95,7 @@ def count_flops(model: nn.Module, *, trains: bool) -> FlopCounts | None:
         return flops, moved
 
     token, token_bytes = cost(body)
-    trained, trained_bytes = cost([*linear.parameters(), *rows])
+    trained, trained_bytes = cost(list(linear.parameters()))
     pair = 4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width
     return FlopCounts(token, trained, pair, token_bytes, trained_bytes)
 

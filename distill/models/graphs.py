@@ -42,7 +42,6 @@ from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from distill.core.errors import first_line
-from distill.models import output_rows
 from distill.models.layer_states import StateRecorder, recorder_of
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
@@ -127,7 +126,6 @@ class _GraphedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
-        kwargs.pop(output_rows.NAME, None)  # how many they are is a shape: all are computed, launched or replayed
         if self._captures:
             return self.launched(*args, **kwargs)
         right_mode = self.trains == torch.is_grad_enabled() and self.trains == self.decoder.training
@@ -339,8 +337,6 @@ def own_workspace() -> Iterator[None]:
 
 def _unsuited(decoder: nn.Module) -> str | None:
     """Return why a decoder cannot be captured, as far as that is known without running it; None otherwise."""
-    if not hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # a graph's memory would be used after its end
-        return f"torch {torch.__version__} has no _cuda_clearCublasWorkspaces"
     for parameter in decoder.parameters():
         if isinstance(parameter, DTensor):
             return "its weights are sharded"

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
 from distill.models.names import LOGIT_SCALES, SOFT_CAPS
-from distill.models.output_rows import output_rows
 from distill.models.trial import LOGIT_ROUNDINGS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -239,8 +238,7 @@ def call_head(head: StudentHead, hidden: torch.Tensor, compute: Callable[[torch.
 
 
 def last_hidden(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """A frozen model's last hidden states for a batch, [B, S, hidden], without a graph; of one with `valid_rows` those
-    rows alone may be read, others may be zeros.
+    """Return a frozen model's last hidden states for a batch, [B, S, hidden], without a graph.
 
     `use_cache=False` matters: with a cache, packed documents would attend to each other.
     """
@@ -248,9 +246,8 @@ def last_hidden(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     body = {key: value for key, value in batch.items() if key not in others and value is not None}
     # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
     decoder = decoder_of(model)
-    selection = output_rows(decoder, batch.get("valid_rows"), batch["input_ids"].numel())
     with torch.no_grad() if hasattr(decoder, "unshard") else torch.inference_mode():
-        return decoder(**body, use_cache=False, **selection).last_hidden_state
+        return decoder(**body, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()

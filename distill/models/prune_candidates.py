@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from distill.core.eval_mode import eval_mode
-from distill.models.head import decoder_of, find_head, probe_logits, read_head
+from distill.models.head import find_head, last_hidden, probe_logits, read_head
 from distill.models.meta_models import meta_student
 from distill.models.prune.importance import CalibrationRow, positions_of
 from distill.models.prune.pruning import student_config
@@ -249,7 +249,5 @@ def _last_hidden(model: nn.Module, row: CalibrationRow) -> torch.Tensor:
     device = next(model.parameters()).device
     names = [name for name in ("input_ids", "position_ids") if name in row]
     given = {name: torch.tensor(row[name], device=device)[None] for name in names}
-    with eval_mode(model), torch.no_grad():
-        hidden = decoder_of(model)(**given, use_cache=False).last_hidden_state[0]
-    assert isinstance(hidden, torch.Tensor)
-    return hidden[torch.tensor(positions_of(row), device=device)]
+    with eval_mode(model):
+        return last_hidden(model, given)[0, positions_of(row)]

@@ -69,7 +69,7 @@ def model_sizes(model: nn.Module) -> ModelSizes:
     embedding = unwrap_peft(model).get_input_embeddings()  # type: ignore[operator]
     intermediate = next((value for name in INTERMEDIATE if (value := getattr(config, name, None))), None)
     embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
-    layers = _layer_sizes(model)
+    layers = layer_sizes(model)
     stored = quantisation_of(unwrap_peft(model).config)
     shares = active_shares(model)
     active = None if shares is None else round(sum(p.numel() * shares.get(id(p), 1.0) for p in parameters))
@@ -105,8 +105,8 @@ def parameters_text(shapes: Sequence[ModelSizes]) -> str:
     return text
 
 
-def _layer_sizes(model: nn.Module) -> list[int]:
-    """Parameters of each decoder layer; none where the model has no list of them."""
+def layer_sizes(model: nn.Module) -> list[int]:
+    """Return the number of parameters of each decoder layer; none where the model has no list of them."""
     try:
         _, layers = find_layers(model)
     except ValueError:

@@ -48,9 +48,9 @@ FUSED_STEP_16_BITS = 0.05
 EMBEDDING = 2e-2  # embeddings as one multiple of their table, in 16 bits (prune/narrow)
 
 
-def rounding(dtype: torch.dtype, units: float, least: float = LEAST) -> float:
-    """Return `units` of rounding errors of `dtype`, but not less than `least`."""
-    return max(units * torch.finfo(dtype).eps, least)
+def rounding(dtype: torch.dtype, units: float) -> float:
+    """Return `units` of rounding errors of `dtype`, but not less than `LEAST`."""
+    return max(units * torch.finfo(dtype).eps, LEAST)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from distill_kernels.layers.attention_relation import relation_divergence
 from distill_kernels.layers.state_distance import state_distance
 
 from distill.models.head import HeadWeights
-from distill.models.output_rows import pick
 from distill.objectives.layer_matching import StepStates
 from distill.objectives.targets import HeadForward
 from distill.objectives.term_loss import TermLoss
@@ -47,8 +46,8 @@ class HiddenStateLoss(LayerTermLoss):
         picked = matched.projection is not None
         if matched.projection is not None:  # one GEMM for all layers, of the rows that count
             places = rows + len(student[0]) * torch.arange(len(student), device=rows.device)[:, None]
-            states_of_rows = pick(torch.stack(student), places.flatten())
-            student = list(matched.projection(states_of_rows).flatten(0, 1).chunk(len(student)))
+            states_of_rows = torch.cat(student).index_select(0, places.flatten())
+            student = list(matched.projection(states_of_rows).chunk(len(student)))
         return state_distance(student, teacher, rows, self.term.metric, picked=picked)
 
 
@@ -82,23 +81,18 @@ class RouterLoss(LayerTermLoss):
                 "loss.terms: router: expected routers with a logit for each token and expert in both models"
             )
         total = rows.new_zeros(len(rows), dtype=torch.float32)
-        tokens = states.tokens
         for own, other in matched.pairs:
             for student, teacher in zip(states.student.routers[own], states.teacher.routers[other], strict=True):
-                log_p = router_log_p(student.logits, rows, tokens)
+                log_p = router_log_p(student.logits, rows)
                 # of a teacher in inference mode: softmax makes a tensor that a graph may hold
-                target = router_log_p(teacher.logits, rows, tokens)
+                target = router_log_p(teacher.logits, rows)
                 total = total + (target.exp() * (target - log_p)).sum(-1)
         return total
 
 
-def router_log_p(logits: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return log-probabilities [M, experts] of flat rows int64 [M], in fp32 or wider.
-
-    Args:
-        logits: Of all `tokens`, or of `rows` alone, which is what a last layer may compute.
-    """
-    picked = logits[rows] if len(logits) == tokens else logits
+def router_log_p(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities [M, experts] of flat rows int64 [M] of logits [N, experts], in fp32 or wider."""
+    picked = logits[rows]
     return picked.to(torch.promote_types(picked.dtype, torch.float32)).log_softmax(-1)
 
 

@@ -117,7 +117,6 @@ class StepStates:
         matching: Terms that are compared.
         student: States of the student, once its decoder has run.
         documents: int64 [B, S], a number for each document of a row; None for one document a row.
-        tokens: B S, known when losses are computed.
         sums: By name of the term: its sum over the trained tokens, without weight, and their number, fp32 [2].
         router_sums: What the figures of the student's routers are made of; None for a dense student.
     """
@@ -127,7 +126,6 @@ class StepStates:
         self.teacher = teacher
         self.student = LayerStates({}, {}, {})
         self.documents: torch.Tensor | None = None
-        self.tokens = 0
         self.sums: dict[str, torch.Tensor] = {}
         self.router_sums: RouterSums | None = None
 
@@ -147,7 +145,6 @@ class StepStates:
     def router_loss(
         self,
         mask: torch.Tensor | None,
-        rows: torch.Tensor | None,
         trained: torch.Tensor | int,
         divisor: torch.Tensor | int | None,
         *,
@@ -157,7 +154,6 @@ class StepStates:
 
         Args:
             mask: bool [B, S], False at padding; None without padding.
-            rows: int64 [M], the trained flat rows, where they are known.
             trained: Number of the micro-batch's trained tokens.
             divisor: Trained tokens of the whole step, by which summed losses are divided; None for this batch's.
             statistics: Whether the sums of the figures are computed too.
@@ -189,7 +185,7 @@ class StepStates:
             count = torch.as_tensor(trained, device=device)
             losses = torch.stack([balance.detach() * count, z.detach() * count, count]).float()
         if statistics:
-            self.router_sums = routers.sums(outputs, self.teacher.routers, flat, rows, losses)
+            self.router_sums = routers.sums(outputs, self.teacher.routers, flat, losses)
         return total
 
     def unused(self) -> torch.Tensor | float:

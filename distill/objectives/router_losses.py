@@ -209,7 +209,6 @@ class StudentRouters:
         student: Mapping[int, Sequence[RouterOutput]],
         teacher: Mapping[int, Sequence[RouterOutput]],
         mask: torch.Tensor | None,
-        rows: torch.Tensor | None,
         losses: torch.Tensor,
     ) -> RouterSums:
         """Return the sums of a micro-batch's figures. Nothing waits for the device.
@@ -217,7 +216,6 @@ class StudentRouters:
         Args:
             student, teacher: Outputs of routers by the number of their layer.
             mask: bool [N], False at padding; None without padding.
-            rows: int64 [M], the trained rows, which a last layer may compute alone.
             losses: See `RouterSums`.
         """
         chosen = []
@@ -225,33 +223,19 @@ class StudentRouters:
         tokens = []
         for router in (router for routers in student.values() for router in routers):
             values = router.logits.float().softmax(-1)
-            weights = _weights(_mask_of(router, mask), values)
+            weights = _weights(mask, values)
             chosen.append(count_chosen(router.chosen, weights, values.shape[-1]))
             probabilities.append(weights @ values)
             tokens.append(weights.sum())
         shared = losses.new_zeros(2)
         for own, other in self.compared if teacher else ():
             for router, theirs in zip(student[own], teacher[other], strict=True):
-                shared += _shared(router, theirs, mask, rows)
+                shared += _shared(router, theirs, mask)
         return RouterSums(torch.stack(chosen), torch.stack(probabilities), torch.stack(tokens), shared, losses)
 
 
-def _mask_of(router: RouterOutput, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the mask of a router's tokens: a last layer that computes trained rows alone has no padding."""
-    return mask if mask is not None and len(mask) == len(router.logits) else None
-
-
-def _shared(
-    student: RouterOutput, teacher: RouterOutput, mask: torch.Tensor | None, rows: torch.Tensor | None
-) -> torch.Tensor:
+def _shared(student: RouterOutput, teacher: RouterOutput, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the sum over tokens of the share of chosen experts in common, and the number of tokens, [2]."""
-    own = student.chosen
-    other = teacher.chosen
-    if len(own) != len(other):  # one of both has computed the trained rows of its last layer alone
-        assert rows is not None
-        own = own if len(own) < len(other) else own[rows]
-        other = other if len(other) <= len(own) else other[rows]
-        mask = None
-    share = (own[:, :, None] == other[:, None, :]).any(-1).float().mean(-1)
-    weights = _weights(mask if mask is not None and len(mask) == len(own) else None, share)
+    share = (student.chosen[:, :, None] == teacher.chosen[:, None, :]).any(-1).float().mean(-1)
+    weights = _weights(mask, share)
     return torch.stack([weights @ share, weights.sum()])

@@ -137,7 +137,7 @@ class TargetProperties(NamedTuple):
         caveat: limitation to report with them; None where they compare two whole distributions.
         divergences: divergences that these targets determine, by their names in `loss.terms`.
         routes: names of the routes; each route's sums, `PER_ROUTE` of objectives/losses.py, follow the statistics.
-        reads_valid_rows: whether losses read hidden states at a batch's `valid_rows` only.
+        labels_are_tokens: whether a label is one token; else it is a text of several tokens.
         needed_by_hard_labels: whether a loss of hard labels alone needs the targets too, which determine its tokens.
     """
 
@@ -146,7 +146,7 @@ class TargetProperties(NamedTuple):
     caveat: str | None = None
     divergences: frozenset[str] = frozenset(DIVERGENCES)
     routes: tuple[str, ...] = ()
-    reads_valid_rows: bool = True
+    labels_are_tokens: bool = True
     needed_by_hard_labels: bool = False
 
 

@@ -80,7 +80,7 @@ def log_probabilities(
     hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits [n, columns] and log-probabilities at the temperature, fp32 (fp64 for fp64), of states [n, H]."""
-    narrow = Head(hidden, head.weight, head.bias).cut(columns, head.weight.dtype)
+    narrow = Head(hidden, head.weight, head.bias, *(head.lora or ())).cut(columns, head.weight.dtype)
     raw = raw_logits(narrow, narrow.hidden.to(head.weight.dtype))
     logits = transform_logits(raw, transform.scale, transform.softcap or 0.0)
     return logits, log_softmax(logits / temperature)

@@ -27,7 +27,6 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, count_trained_tokens, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, call_head, decoder_of, find_head, probe_logits, unwrap_peft
-from distill.models.output_rows import output_rows
 from distill.models.patch.corrections import correct_forward
 from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
 from distill.objectives.layer_matching import LayerMatching, layer_matching
@@ -346,7 +345,7 @@ class DistillationObjective:
         assert self.weighting is not None
         # Labels of one token have the student's figures from its own head; those of spans, of a teacher that reads
         # other tokens, are of both models' texts.
-        of_student_alone = not self.weighting.reads_teacher and self.teacher.format.properties.reads_valid_rows
+        of_student_alone = not self.weighting.reads_teacher and self.teacher.format.properties.labels_are_tokens
         if of_student_alone:
             loss = FusedDistillationLoss(
                 [LossTerm("cross_entropy", 1.0)],
@@ -446,12 +445,7 @@ class DistillationObjective:
         for key in ("output_attentions", "output_hidden_states", "return_dict", "use_cache"):
             inputs.pop(key, None)
         decoder = decoder_of(student)
-        properties = self.teacher.format.properties
         layers = step_inputs.layers
-        # losses of routers are over all tokens, those of the last layer too
-        trains_routers = layers is not None and layers.matching.trains_routers
-        rows = valid_rows if properties.reads_valid_rows and not trains_routers else None
-        inputs |= output_rows(decoder, rows, labels.numel())
         positions = inputs.get("position_ids")
         mask = inputs.get("attention_mask")
         with layers.record_student(positions, mask) if layers else nullcontext():
@@ -459,10 +453,8 @@ class DistillationObjective:
         shifted = shift_labels(labels)
         of_routers: torch.Tensor | float = 0.0
         if layers is not None:
-            layers.tokens = labels.numel()
             of_routers = layers.router_loss(
                 step_inputs.batch.get("content_mask", mask),
-                valid_rows,
                 count_trained_tokens(step_inputs.batch),
                 step_inputs.num_items,
                 statistics=step_inputs.statistics,

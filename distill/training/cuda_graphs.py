@@ -4,9 +4,8 @@
 
 The first steps run eagerly, so that kernels are compiled and tuned and the optimizer has its states. With `auto`
 further steps are timed eagerly and as many replayed, and the faster mode is kept: a graph must win by `WINS`, since it
-holds memory. Timed steps are steps of the run: a graph gives the same bits as eager launches. A model whose wide last
-layer computes only the trained rows (models/output_rows.py) stays eager with `auto`: in a graph it would compute all
-rows, with other rounding.
+holds memory. Timed steps are steps of the run: a graph gives the same bits as eager launches. With `auto` a model with
+wide layers stays eager: its kernels keep the GPU busy.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core import console
 from distill.core.ranks import is_main_process
-from distill.models import output_rows
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
+from distill.models.shape import layer_sizes
 
 WARM_UP = 3  # eager steps before anything is timed
 TIMED = 4  # timed steps of each mode
 CAPTURE = 3  # steps between: a shape is captured when it occurs a second time
 WORTH = 40  # steps that must remain for a trial
 WINS = 0.97  # largest ratio of replayed to eager step time at which graphs are kept
+WIDE = 45e6  # weights of a layer from which its kernels outlast their launches: at 8B to 1B graphs gain nothing
 
 
 class CudaGraphCallback(TrainerCallback):
@@ -53,9 +53,7 @@ class CudaGraphCallback(TrainerCallback):
         self.always = always
         self.mean = mean
         self.say = say or (lambda text: console.print_lines(f"{'graphs':<12}{text}") if is_main_process() else None)
-        for _, model in models if always else ():  # eager steps must have the same bits as replayed ones
-            decoder_of(model).__dict__.pop(output_rows.MARK, None)
-        self.models = [pair for pair in models if output_rows.MARK not in decoder_of(pair[1]).__dict__]
+        self.models = [pair for pair in models if always or max(layer_sizes(pair[1]), default=0) < WIDE]
         self.graphs: DecoderGraphs | None = None
         self._steps = 0  # of this process
         self._launched: list[float] = []

@@ -48,6 +48,9 @@ class DivergenceMonitor(TrainerCallback):
         self.vocabulary = vocabulary
         self.limit = math.log(vocabulary)
         self.figure = "cross_entropy" if recipe.loss.schedule else "loss"
+        self._restart()
+
+    def _restart(self) -> None:
         self.since: int | None = None
         self._start: float | None = None
         self._was_lower = False
@@ -55,10 +58,7 @@ class DivergenceMonitor(TrainerCallback):
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Restore the state from the log history of a resumed run."""
-        self.since = None
-        self._start = None
-        self._was_lower = False
-        self._in_a_row = {}
+        self._restart()
         # A resumed run counts on from what it had logged: start, lowest perplexity and rows of bad figures follow from
         # the log, so that no state of its own is saved.
         for entry in state.log_history:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -36,13 +35,13 @@ class StopWithoutImprovement(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """End a run at once that is resumed from the checkpoint with which it had ended."""
-        control.should_training_stop = self._waited(state).evaluations >= self.patience
+        control.should_training_stop = self._waited(state)[0] >= self.patience
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        waited = self._waited(state)
-        if waited.evaluations < self.patience or control.should_training_stop:
+        evaluations, best_step = self._waited(state)
+        if evaluations < self.patience or control.should_training_stop:
             return
         control.should_training_stop = True
         # The last step has a checkpoint, as in a run that makes all of its steps: a resumed run ends there again, and
@@ -51,10 +50,10 @@ class StopWithoutImprovement(TrainerCallback):
         if is_main_process():
             console.print_lines(
                 f"stopped early after step {state.global_step} of {state.max_steps}: held-out {self.figure} was best "
-                f"at step {waited.best_step}, {plural(waited.evaluations, 'evaluation')} ago (train.early_stopping)"
+                f"at step {best_step}, {plural(evaluations, 'evaluation')} ago (train.early_stopping)"
             )
 
-    def _waited(self, state: TrainerState) -> Waited:
+    def _waited(self, state: TrainerState) -> tuple[int, int]:
         column = PREFIX + self.figure
         # by step: an evaluation that is repeated after a resume counts once
         values = {int(row["step"]): row[column] for row in state.log_history if column in row}
@@ -62,23 +61,14 @@ class StopWithoutImprovement(TrainerCallback):
         return count_waited(((step, sign * value) for step, value in values.items()), self.min_delta)
 
 
-class Waited(NamedTuple):
-    """Evaluations since a figure last improved.
-
-    Attributes:
-        evaluations: Number of evaluations since then.
-        best_step: Step of that evaluation; 0 before there was any.
-    """
-
-    evaluations: int
-    best_step: int
-
-
-def count_waited(values: Iterable[tuple[int, float]], min_delta: float) -> Waited:
+def count_waited(values: Iterable[tuple[int, float]], min_delta: float) -> tuple[int, int]:
     """Count evaluations since the last improvement of a figure of which higher is better.
 
     Args:
         values: Step and value of each evaluation, in order; NaN is no improvement.
+
+    Returns:
+        Their number, and the step of the evaluation that improved last; 0 before there was any.
     """
     best = -math.inf
     best_step = 0
@@ -90,4 +80,4 @@ def count_waited(values: Iterable[tuple[int, float]], min_delta: float) -> Waite
             evaluations = 0
         else:
             evaluations += 1
-    return Waited(evaluations, best_step)
+    return evaluations, best_step

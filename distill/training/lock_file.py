@@ -184,11 +184,7 @@ def check_same(locked: Mapping[str, object], now: Mapping[str, object], origin: 
         RecipeError: Something differs; the message names the first difference, the locked and the present value.
     """
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
-    data = imposed.get("data")
-    names_held_out = isinstance(data, Mapping) and "validation" in data  # not in locks of earlier versions
     for name, old, new in diff_settings(imposed, now):
-        if name.startswith("data.validation") and not names_held_out:
-            continue
         raise RecipeError([f"{origin}: {name} differs: locked {quote(old)}, here {quote(new)}"])
 
 

@@ -24,8 +24,8 @@ from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.early_stopping import StopWithoutImprovement
 from distill.training.embedding_noise import EmbeddingNoise
-from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
+from distill.training.loss_metrics import LayerTerms, RouterMetrics, TokenWeightMetrics
 from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter
 from distill.training.module_cache import cache_modules, clear_module_cache
@@ -34,9 +34,7 @@ from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.rollout_files import StoredRollouts
 from distill.training.rollout_monitor import RolloutMonitor
-from distill.training.router_metrics import RouterMetrics
 from distill.training.step_guard import LIMIT, StepGuard
-from distill.training.token_weights import TokenWeightMetrics
 from distill.training.transformers_compat import TransformersCompat
 
 if TYPE_CHECKING:

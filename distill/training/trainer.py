@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,21 +22,23 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import BatchColumns, Collator, content_mask, padding_token
+from distill.models.head import find_head
+from distill.models.load.vocabulary import compare, shared_columns
+from distill.models.loading import load_student, load_teacher, load_tokenizer
 from distill.models.patch.document_rope import follows_length
 from distill.models.sharding import is_sharded
 from distill.objectives.losses import LossSpec
 from distill.objectives.measure import perplexity
 from distill.objectives.targets import Batch
 from distill.objectives.token_weights import WeightFunction
-from distill.recipe import Loss
+from distill.recipe import LocalTeacherConfig, Loss, Student
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
-from distill.training.listeners import Listeners, StepListener
+from distill.training.listeners import StepListener
+from distill.training.loss_metrics import RouterMetrics
 from distill.training.metrics import count_sums, metrics_from_sums
-from distill.training.named_models import load_named_models
 from distill.training.phases import PAUSED
-from distill.training.router_metrics import RouterMeter
 from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
 
@@ -64,7 +64,7 @@ class DistillationTrainer(TransformersCompat):
         train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`. Models that are named bring their
             tokenizer where no `processing_class` is given.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
-            On several processes each row of an epoch is used once (`rank_batches.py`).
+            On several processes each row of an epoch is used once (`samplers.py`).
         batch_columns: Columns of training batches beside the teacher's.
         token_weights: Function of the tokens' weights, see `DistillationObjective`.
         more: Further arguments of `Trainer`.
@@ -93,11 +93,9 @@ class DistillationTrainer(TransformersCompat):
         **more: Any,
     ) -> None:
         overwrite_arguments(args, more)
-        named = load_named_models(model, teacher, args)
-        model = named.student
-        teacher = named.teacher
-        processing_class = named.tokenizer if processing_class is None else processing_class
-        vocab_size = named.columns if vocab_size is None else vocab_size
+        model, teacher, tokenizer, columns_of_both = _load_named_models(model, teacher, args)
+        processing_class = tokenizer if processing_class is None else processing_class
+        vocab_size = columns_of_both if vocab_size is None else vocab_size
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         padding = padding_token(processing_class, getattr(model, "config", None))
         omit_positions = not any(map(follows_length, (model, *loaded.values())))
@@ -140,7 +138,6 @@ class DistillationTrainer(TransformersCompat):
         self.neftune_noise_alpha = None  # in place of `Trainer`'s hook, which scales by rows, stands `EmbeddingNoise`
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
-        self.listeners = Listeners(self.callback_handler)
         self.objective.watch(self.listeners)
         for listener in training_listeners(self, self.objective, loss):
             self.add_callback(listener)
@@ -272,7 +269,7 @@ class DistillationTrainer(TransformersCompat):
         training = model.training
         model.eval()
         sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
-        of_routers = RouterMeter(self.sum_over_ranks)
+        of_routers = RouterMetrics(self.sum_over_ranks)
         with self.compute_loss_context_manager():
             for batch in self.objective.prefetch(batches):
                 # num_items 1 leaves sums, which add up over batches and ranks of any size; they are divided once, at
@@ -292,20 +289,45 @@ class DistillationTrainer(TransformersCompat):
             "loss": loss / trained,
             **figures,
             "perplexity": perplexity(figures["cross_entropy"]),
-            **of_routers.pop_metrics(),
+            **of_routers.metrics(),
         }
 
-    # ----------------------------------------------------------- checkpoints
 
-    def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        self.listeners.notify(StepListener.gradient_norm_computed, norm)
+def _load_named_models(
+    student: str | nn.Module, teacher: str | nn.Module | Teacher, args: TrainingArguments
+) -> tuple[nn.Module, nn.Module | Teacher, PreTrainedTokenizerBase | None, int | None]:
+    """Return student and teacher, each loaded where it is a name, with the tokenizer of a named one.
 
-    def writing_checkpoint(self) -> AbstractContextManager[object]:
-        """Return the context of writing a checkpoint, whose time is not counted as step time."""
-        return self.listeners.phase(PAUSED)
+    A name is a hub id, a folder, a .gguf file or `package:NAME/FILE.gguf`. The teacher is loaded in the dtype that is
+    computed in (`bf16` or `fp16` of the arguments, else float32), the student in float32, in which small updates are
+    kept.
 
-    def save_listeners(self, checkpoint: Path) -> None:
-        self.listeners.notify(StepListener.save, checkpoint)
+    The last value are the columns of the vocabulary that two named models share, None for others.
 
-    def restore_listeners(self, checkpoint: Path) -> None:
-        self.listeners.notify(StepListener.restore, checkpoint)
+    Raises:
+        ValueError: There is no such model; or both are named and an id of their tokenizers means different tokens.
+    """
+    tokenizer = None
+    teacher_tokenizer = None
+    columns = None
+    # tokenizers first: a pair that cannot be compared is refused before weights are read
+    if isinstance(student, str):
+        student_section = Student(model=student)
+        tokenizer = load_tokenizer(student_section, "student")
+    if isinstance(teacher, str):
+        teacher_section = LocalTeacherConfig(model=teacher)
+        teacher_tokenizer = load_tokenizer(teacher_section, "teacher")
+    if tokenizer is not None and teacher_tokenizer is not None:
+        compare(teacher_tokenizer, tokenizer).require()
+    if isinstance(teacher, str):
+        computed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        teacher = load_teacher(teacher_section, device=args.device, dtype=computed)
+    if isinstance(student, str):
+        loaded: nn.Module = load_student(student_section, device=args.device, dtype=torch.float32)
+    else:
+        loaded = student
+    if tokenizer is not None and teacher_tokenizer is not None:
+        assert isinstance(teacher, nn.Module)
+        rows = [len(find_head(model).linear.weight) for model in (teacher, loaded)]  # type: ignore[arg-type]
+        columns, _ = shared_columns(teacher_tokenizer, tokenizer, *rows)
+    return loaded, teacher, tokenizer or teacher_tokenizer, columns

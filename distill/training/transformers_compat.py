@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,16 @@ from distill.core.manifest import write_manifest
 from distill.data.packing import BLOCK
 from distill.data.stream import StreamedRows
 from distill.models.sharding import has_no_state, use_fsdp2
-from distill.training.block_sampler import BlockSampler
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, load_weights, rotate_checkpoints
+from distill.training.listeners import Listeners, StepListener
 from distill.training.module_cache import cached_parameters
-from distill.training.rank_batches import without_repeated_rows
+from distill.training.phases import PAUSED
+from distill.training.samplers import BlockSampler, without_repeated_rows
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
 
 
 class TransformersCompat(Trainer):
-    """`Trainer` with corrections of its own methods; the hooks at the top do nothing here.
+    """`Trainer` with corrections of its own methods, and its listeners.
 
     Args:
         arguments, settings: See `Trainer`.
@@ -50,21 +51,7 @@ class TransformersCompat(Trainer):
         super().__init__(*arguments, **settings)
         self.model_accepts_loss_kwargs = True  # 5.17 divides the losses of other models by the micro-batches once more
         self.add_callback(ResumedState(self))
-
-    # ------------------------------------------------------------------ hooks
-
-    def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        """Take the norm of a step's gradients, before clipping."""
-
-    def writing_checkpoint(self) -> AbstractContextManager[object]:
-        """Return the context in which a checkpoint is written; every process enters it."""
-        return nullcontext()
-
-    def save_listeners(self, checkpoint: Path) -> None:
-        """Write what belongs to a checkpoint and not to the student; every process calls it."""
-
-    def restore_listeners(self, checkpoint: Path) -> None:
-        """Read what `save_listeners` wrote; every process calls it."""
+        self.listeners = Listeners(self.callback_handler)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values, "sum")
@@ -145,7 +132,7 @@ class TransformersCompat(Trainer):
             max_norm = self.args.max_grad_norm
             norm = clip_in_optimizer(parameters, self.optimizer, max_norm)
             norm = self.accelerator.clip_grad_norm_(parameters, max_norm) if norm is None else norm
-        self.gradient_norm_computed(norm)
+        self.listeners.notify(StepListener.gradient_norm_computed, norm)
         return norm
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -173,13 +160,13 @@ class TransformersCompat(Trainer):
             super()._load_best_model()
         else:
             load_weights(self.model, best)
-        self.restore_listeners(best)
+        self.listeners.notify(StepListener.restore, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has."""
         if checkpoint is None:
             return
-        self.restore_listeners(Path(checkpoint))
+        self.listeners.notify(StepListener.restore, Path(checkpoint))
         if not (self.is_fsdp_enabled and has_no_state(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -201,7 +188,7 @@ class TransformersCompat(Trainer):
         unfinished = folder / UNFINISHED
         name = f"{CHECKPOINT}{self.state.global_step}"
         limit = self.args.save_total_limit
-        with self.writing_checkpoint():
+        with self.listeners.phase(PAUSED):  # no step time
             if self.args.should_save:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
@@ -211,7 +198,7 @@ class TransformersCompat(Trainer):
             self.args.save_total_limit = None  # `Trainer` would delete old ones before the new one has its name
             try:
                 super()._save_checkpoint(model, trial)
-                self.save_listeners(unfinished / name)
+                self.listeners.notify(StepListener.save, unfinished / name)
             finally:
                 self._checkpoint_folder = None
                 self.args.save_total_limit = limit

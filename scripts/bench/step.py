@@ -33,7 +33,6 @@ LAYERS = {"qwen3-30b-a3b": 12}  # of 48, so that the teacher fits in 16 bits bes
 NAMES = {
     "distill": "ours",
     "distill-fp8": "ours, fp8 teacher",
-    "distill-all-rows": "ours, all rows of the last layers",
     "distill-apart": "ours, weights where they came",
 }
 

@@ -2,7 +2,6 @@
 
 compile           plain transformers, each decoder layer and the divergence under torch.compile
 liger             Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
-distill-all-rows  ours, but the last layers also compute the rows whose outputs are masked
 distill-apart     ours without joined projections
 distill-fp8       ours with the teacher's linear layers (but not its head) and experts in fp8
 """
@@ -32,14 +31,12 @@ from distill.commands.bench import (
     ours,
     patch_both,
     plain_step,
-    prepare_models,
     rival,
 )
 from distill.core.labels import shift_labels
 from distill.models.fp8_teacher import quantise_teacher
 from distill.models.head import decoder_of, find_head, unwrap_peft
 from distill.models.layers import find_layers
-from distill.models.output_rows import MARK
 
 log = logging.getLogger(__name__)
 
@@ -110,13 +107,6 @@ def liger_step(
     return lambda clock: optimize(loss_of(clock), optimizer, clock)
 
 
-def _prepare_for_all_rows(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
-    note = prepare_models(teacher, student, batch)
-    for model in (teacher, student):
-        decoder_of(model).__dict__.pop(MARK, None)
-    return note
-
-
 def _prepare_fp8_teacher(teacher: nn.Module, student: nn.Module, batch: Batch) -> str:
     note = patch_both(teacher, student, batch)
     quantise_teacher(teacher)
@@ -130,7 +120,6 @@ RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "lige
 OURS: dict[str, Variant] = {
     "distill": VARIANTS["distill"],
     "distill-graphs": VARIANTS["distill-graphs"],
-    "distill-all-rows": functools.partial(ours, prepare=_prepare_for_all_rows),
     "distill-apart": functools.partial(ours, prepare=patch_both),
     "distill-fp8": functools.partial(ours, prepare=_prepare_fp8_teacher),
 }

@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM
 from distill.cli import app
 from distill.evaluation.bootstrap import mean_intervals, reduction_interval
 from distill.evaluation.evaluate import evaluate
-from distill.evaluation.evaluate_documents import FIGURES, _calibration_error, _count, _product, evaluate_documents
+from distill.evaluation.evaluate_documents import FIGURES, _calibration_error, _count, evaluate_documents
 from distill.evaluation.targets import Target, held_out_rows
+from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.top_k_encoding import log_probabilities
 from distill.recipe import Student, parse
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
@@ -76,8 +78,9 @@ def test_logits_of_16_bit_models_are_not_rounded(device):
     hidden = torch.randn(40, 64, dtype=torch.bfloat16, device=device)
     weight = torch.randn(300, 64, dtype=torch.bfloat16, device=device)
     exact = hidden.double() @ weight.double().T
-    assert _product(hidden, weight).dtype == torch.float32
-    assert (_product(hidden, weight) - exact).abs().max() < 1e-4
+    logits, _ = log_probabilities(hidden, HeadWeights(weight, None, None), LogitTransform(), len(weight), 1.0)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 1e-4
     assert ((hidden @ weight.T) - exact).abs().max() > 1e-2, "which rounding would not pass"
 
 

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
-from distill.training.rank_batches import EmptyPaddedBatchSampler, without_repeated_rows
+from distill.training.samplers import EmptyPaddedBatchSampler, without_repeated_rows
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -21,8 +21,8 @@ from distill.models.head import decoder_of
 from distill.models.patch.attention import keep_soft_cap, use_fused_attention
 from distill.recipe import parse
 from distill.run import run
-from distill.training.block_sampler import BlockSampler
 from distill.training.progress import read_metrics
+from distill.training.samplers import BlockSampler
 
 # a system line, a tool call before its result, an answer: what agents' logs look like
 TEMPLATE = (

@@ -26,7 +26,7 @@ from distill.doctor.invariants_runs import ranks_change_nothing, resume_is_exact
 from distill.objectives.token_weights import TokenWeighting, batch_arrays
 from distill.recipe.loss import Loss, TokenWeights
 from distill.teachers.objective import DistillationObjective
-from distill.training.token_weights import TokenWeightMetrics
+from distill.training.loss_metrics import TokenWeightMetrics
 from distill.training.trainer import DistillationTrainer
 
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]

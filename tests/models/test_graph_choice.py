@@ -4,8 +4,6 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from distill.models import output_rows
-from distill.models.head import decoder_of
 from distill.training.cuda_graphs import CAPTURE, TIMED, WARM_UP, CudaGraphCallback
 
 
@@ -46,13 +44,12 @@ def test_the_faster_way_is_kept(monkeypatch, hardware, replayed, kept):
     assert said[0].startswith(expected)
 
 
-def test_a_wide_model_with_output_rows_is_not_captured_by_default():
-    small, wide = tiny_model(), tiny_model()
-    decoder_of(wide).__dict__[output_rows.MARK] = object()
+def test_a_wide_model_is_not_captured_by_default(limit):
+    small, wide = tiny_model(), tiny_model(intermediate_size=512)
+    limit.setattr("distill.training.cuda_graphs.WIDE", 20_000)
     assert [name for name, _ in CudaGraphCallback([("teacher", wide), ("student", small)]).models] == ["student"]
     assert CudaGraphCallback([("student", wide)])._decided
     assert len(CudaGraphCallback([("teacher", wide), ("student", small)], always=True).models) == 2
-    assert output_rows.MARK not in decoder_of(wide).__dict__
 
 
 def test_a_short_run_tries_nothing():

@@ -15,7 +15,7 @@ from distill.data.source_rows import SourceRowColumn
 from distill.generation.documents import RolloutDocument, as_row, documents_of
 from distill.generation.environment import EnvironmentFunction
 from distill.generation.function_calls import Call, FunctionInput, RewardFunction
-from distill.generation.reward_rows import rewards_from_recipe
+from distill.generation.reward_rows import row_table_from_recipe
 from distill.generation.stopping import response_text
 from distill.recipe import parse
 
@@ -180,7 +180,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
     tokenizer = tiny_tokenizer()
     splits = load_data(recipe.data, tokenizer, seed=0)
     documents = documents_of(COLLATE_ROWS([*splits.train, *splits.validation]))
-    return documents, rewards_from_recipe(recipe, tokenizer, b"", [tokenizer.eos_token_id]).function_input, tokenizer
+    return documents, row_table_from_recipe(recipe, tokenizer, [tokenizer.eos_token_id]).function_input, tokenizer
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "none"])

@@ -14,6 +14,7 @@ from test_resume import WHOLE, figures
 
 from distill.cli import run_command
 from distill.core.manifest import MANIFEST, add_to_manifest, entry_mismatch
+from distill.generation.environment import EnvironmentLog
 from distill.run import run
 from distill.training.rollout_files import files
 
@@ -85,6 +86,16 @@ def test_a_flipped_bit_of_any_file_of_a_run_is_seen(place, name, capsys):
         path.unlink()
         assert run_command(["verify", "whole"]) == 1
         assert re.search(rf"DAMAGED +{path.name} +{name} is missing", capsys.readouterr().out)
+
+
+def test_a_damaged_reply_of_the_environment_is_named(place, capsys):
+    EnvironmentLog(place, 0).add({"a": None, "b": [{"role": "tool", "content": "It is 2."}]})
+    assert run_command(["verify", "whole"]) == 0
+    assert "replies to 2 conversations" in capsys.readouterr().out
+    log = place / "environment/00000.jsonl"
+    log.write_bytes(log.read_bytes().replace(b"It is 2", b"It is 3"))
+    assert run_command(["verify", "whole"]) == 1
+    assert re.search(r"DAMAGED +\S*00000.jsonl +line 2 is not as it was written", capsys.readouterr().out)
 
 
 def test_a_run_of_before_there_were_checksums_is_read_for_its_form(place, capsys):

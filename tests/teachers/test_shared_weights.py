@@ -12,7 +12,7 @@ from two_ranks import run_as_two
 
 from distill.models.adapters import add_lora, save_adapter
 from distill.models.head import unwrap_peft
-from distill.models.load.shared_weights import is_shared, shared_among
+from distill.models.load.shared_weights import shared_among
 from distill.models.loading import load_teacher
 from distill.models.patch.patching import patch
 from distill.planning.cache_memory import caching_memory
@@ -199,14 +199,14 @@ def test_kernels_in_both_models_change_nothing_of_it(workplace, kernel_device, p
 def test_why_a_student_has_its_own_copy_is_said(workplace, overrides, reason):
     pair = opened(*overrides)
     assert pair.sharing == f"the student holds its own copy of a teacher's checkpoint: {reason}"
-    assert not any(is_shared(parameter) for _, model in pair.models() for parameter in model.parameters())
+    assert shared_among(dict(pair.models())).holders == []
 
 
 @pytest.mark.parametrize("overrides", [["student.lora=null"], [COPY]], ids=["trained", "other files"])
 def test_weights_that_cannot_be_shared_are_not_spoken_of(workplace, overrides):
     pair = opened(*overrides)
     assert pair.sharing == ""
-    assert not any(is_shared(parameter) for _, model in pair.models() for parameter in model.parameters())
+    assert shared_among(dict(pair.models())).holders == []
 
 
 @pytest.mark.parametrize("override", [ITSELF, AVERAGED], ids=["frozen", "averaged"])

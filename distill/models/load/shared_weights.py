@@ -29,7 +29,6 @@ from distill.recipe import ModelSection
 from distill.recipe.models import LOW_BITS
 from distill.recipe.shipped import find_architecture
 
-SHARED = "_distill_shared"  # of a parameter: True where several models have it
 Loader = Callable[[], PreTrainedModel]
 
 
@@ -111,20 +110,12 @@ class SharedCheckpoints:
             model = load()
             self._loaded[weights] = with_same_parameters(model)
             return model
-        model = with_same_parameters(self._loaded[weights])
-        for parameter in model.parameters():
-            setattr(parameter, SHARED, True)
-        return model
+        return with_same_parameters(self._loaded[weights])
 
 
 def with_same_parameters(model: Any) -> Any:
     """Return a copy of a model whose parameters are those of the model itself; buffers are copied."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-
-
-def is_shared(parameter: torch.Tensor) -> bool:
-    """Return whether several models have a parameter."""
-    return getattr(parameter, SHARED, False)
 
 
 class SharedParameters(NamedTuple):

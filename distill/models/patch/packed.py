@@ -44,9 +44,9 @@ GRADIENT_NOT_FINITE = (
 )
 
 
-def isolates_documents(model: nn.Module, *, row_by_row: bool = False) -> bool:
+def isolates_documents(model: nn.Module) -> bool:
     """Return whether documents of a packed row come out as each does alone; see `packing_problem`."""
-    return packing_problem(model, row_by_row=row_by_row) is None
+    return packing_problem(model) is None
 
 
 @torch.no_grad()
@@ -87,7 +87,8 @@ class _Trial:
         words = (torch.arange(3 * (2 * self.length + 2), device=device) * 7 + 3) % text.vocab_size
         first = words.split(3 * self.length)[0]
         second = words[3 * self.length :]
-        self.first, self.second = first.split(self.length), second.split(self.length + 2)
+        self.first = first.split(self.length)
+        self.second = second.split(self.length + 2)
         dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
         quantised = quantised_by_transformers(model)
         self.tolerance = OTHER_KERNEL if quantised else rounding(dtype, SAME_SHAPE_ROUNDINGS)

@@ -23,9 +23,7 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
-from distill.models import output_rows
 from distill.models.head import decoder_of, unwrap_peft
-from distill.models.layers import find_layers
 from distill.models.patch.attention import (
     AUTO,
     default_attention,
@@ -54,7 +52,6 @@ from distill.models.patch.swaps import (
     PatchReport,
     Role,
     Swap,
-    forward_attribute,
     is_patched,
     restore_swaps,
     swap_module,
@@ -110,8 +107,6 @@ def patch(
         for number, makers in enumerate(SWAPS if layers else ()):
             modules = list(inner.modules()) if number else _without_own_forward(inner, report)
             _swap_modules(inner, [make(inner, role, report) for make in makers], modules, report)
-        if report.swapped["residual_norm"] and forward_attribute(last := find_layers(inner)[1][-1], "is_fused"):
-            output_rows.mark(decoder_of(inner), last, report.trial_results)
         if attention is not None:
             if attention == AUTO:
                 attention = default_attention(inner, backward=role == "student")
@@ -128,8 +123,6 @@ def patch(
 
 def unpatch(model: nn.Module) -> None:
     """Give every module of `model` its own forward back; a model that is not patched is left alone."""
-    for module in model.modules():
-        module.__dict__.pop(output_rows.MARK, None)
     restore_swaps(model)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from distill.core.errors import first_line
 from distill.models.head import decoder_of
 from distill.models.names import PRE_NORM_LAYER, SANDWICH_NORM_LAYER
-from distill.models.output_rows import pick, projecting, put_back, rows_to_compute
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
 from distill.models.patch.swaps import ModulePattern
@@ -31,14 +30,13 @@ def fusable_form(module: Any) -> str | None:
 
 
 def _attend(
-    layer: Any, hidden_states: torch.Tensor, rows: torch.Tensor | None, kwargs: dict[str, object], casts: bool
+    layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, object], casts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
-    """Return attention's output, its residual, both for `rows` alone as [1, R, H], and the dtype that norms write."""
+    """Return attention's output, its residual, and the dtype that norms write."""
     dtype = cast_dtype(hidden_states, layer.self_attn, layer.mlp) if casts else None
     fp8 = dtype is None and _reads_fp8(layer.self_attn, layer.input_layernorm.weight, hidden_states)
     normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True, fp8=fp8)
-    with projecting(layer.self_attn, rows):
-        return layer.self_attn(hidden_states=normed, **kwargs)[0], pick(hidden_states, rows), dtype
+    return layer.self_attn(hidden_states=normed, **kwargs)[0], hidden_states, dtype
 
 
 def _reads_fp8(reader: nn.Module, weight: torch.Tensor, *given: torch.Tensor) -> bool:
@@ -52,27 +50,22 @@ def _reads_fp8(reader: nn.Module, weight: torch.Tensor, *given: torch.Tensor) ->
 
 def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        rows = rows_to_compute(self, kwargs)
-        attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
+        attended, residual, dtype = _attend(self, hidden_states, kwargs, casts)
         fp8 = dtype is None and _reads_fp8(self.mlp, self.post_attention_layernorm.weight, attended, residual)
         normed, residual = self.post_attention_layernorm(attended, residual, dtype, fp8=fp8)
-        output = self.mlp(normed, residual) if adds else residual + self.mlp(normed)
-        return put_back(output, rows, hidden_states.shape)
+        return self.mlp(normed, residual) if adds else residual + self.mlp(normed)
 
-    forward.__dict__["is_fused"] = True
     return forward
 
 
 def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        rows = rows_to_compute(self, kwargs)
-        attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
+        attended, residual, dtype = _attend(self, hidden_states, kwargs, casts)
         attended = self.post_attention_layernorm(attended)
         fp8 = dtype is None and _reads_fp8(self.mlp, self.pre_feedforward_layernorm.weight, attended, residual)
         normed, residual = self.pre_feedforward_layernorm(attended, residual, dtype, fp8=fp8)
-        return put_back(residual + self.post_feedforward_layernorm(self.mlp(normed)), rows, hidden_states.shape)
+        return residual + self.post_feedforward_layernorm(self.mlp(normed))
 
-    forward.__dict__["is_fused"] = True
     return forward
 
 

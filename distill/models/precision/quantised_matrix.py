@@ -134,7 +134,8 @@ class LearnedScales:
         self.following: torch.Tensor | None = None
         self._followed: list[QuantisedMatrix] = []  # with such blocks among those of this process
         for matrix in matrices:
-            matrix.scales, matrix.gradients = self.of(matrix, self.stored), self.of(matrix, self.gradient)
+            matrix.scales = self.of(matrix, self.stored)
+            matrix.gradients = self.of(matrix, self.gradient)
 
     def of(self, matrix: QuantisedMatrix, tensor: torch.Tensor) -> Scales:
         """Return the part of one of the tensors that belongs to a matrix."""

@@ -200,7 +200,7 @@ class QuantisedWeights:
         state = self.scales.state()
         with safe_open(str(path), framework="pt") as file:
             there = set(file.keys())
-            wrong = sorted({*masters, *state, "steps"} ^ (there - {FOLLOWING}))
+            wrong = sorted({*masters, *state, "steps", FOLLOWING} ^ there)
             if wrong:
                 raise RunError(f"--resume: {path}: {wrong[0]} exists in only one of checkpoint and student")
             for name, matrix in masters.items():
@@ -208,16 +208,13 @@ class QuantisedWeights:
             for name, tensor in state.items():
                 self.scales.take(tensor, file.get_tensor(name))
             self.scales.steps = int(file.get_tensor("steps"))
-            following = file.get_tensor(FOLLOWING) if FOLLOWING in there else None
+            following = file.get_tensor(FOLLOWING)
         self.scales.store()
-        if following is None:  # a checkpoint of an earlier version
-            self.scales.find_following()
-        elif not len(following):
-            self.scales.use_following(None)
-        else:
+        own = None
+        if len(following):
             own = torch.zeros_like(self.scales.values)
             self.scales.take(own, following)
-            self.scales.use_following(own)
+        self.scales.use_following(own)
         self._write_rounded()
 
     @torch.no_grad()

@@ -279,7 +279,9 @@ class SizePerWidth:
             part = head_width if len(self.by) == 1 else unit
             if axis in COLUMN_AXES:
                 assert columns is not None
-                total, slope, part = columns.total, slope * total // columns.total, 1
+                slope = slope * total // columns.total
+                total = columns.total
+                part = 1
             elif axis == "experts":
                 part = 1
             apart = orders.get("heads" if axis == "kv_heads" else axis) == "blocks" and slope % part == 0

@@ -93,7 +93,7 @@ class RoutedFormat(TargetFormat):
             "; ".join(dict.fromkeys(own.caveat for own in each if own.caveat)) or None,
             frozenset.intersection(*(own.divergences for own in each)),
             self.routes,
-            reads_valid_rows=all(own.reads_valid_rows for own in each),
+            labels_are_tokens=all(own.labels_are_tokens for own in each),
             needed_by_hard_labels=True,  # the targets determine which tokens are of which route
         )
 

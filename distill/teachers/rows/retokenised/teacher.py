@@ -58,7 +58,7 @@ class SpansFormat(TargetFormat):
         # no KL: one part compares sorted probabilities; a span's tokens need not all have labels; hard labels too are
         # over spans
         self.properties = TargetProperties(
-            inner.properties.columns, SPANS, reads_valid_rows=False, needed_by_hard_labels=True
+            inner.properties.columns, SPANS, labels_are_tokens=False, needed_by_hard_labels=True
         )
         self.shared = tuple(torch.as_tensor(ids) for ids in shared)
 

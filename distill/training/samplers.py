@@ -1,4 +1,6 @@
-"""Batches of an epoch over several processes without duplicate rows: the last ones are short or empty.
+"""Order of the training rows of an epoch, and their distribution over several processes without duplicates.
+
+`BlockSampler` shuffles rows of which those that belong together stay neighbours, so that they share a step.
 
 Micro-batches go to the processes in turn. Where their number is not a multiple of the processes, accelerate repeats the
 epoch's first rows, which then count twice in the loss, its divisor and evaluations. Here the last batch stays short,
@@ -18,10 +20,46 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Sampler
+
+from distill.data.mixing import MixedRows
+from distill.data.packing import BLOCK
 
 log = logging.getLogger(__name__)
+
+
+class BlockSampler(Sampler[int]):
+    """Numbers of rows, in an order that follows from seed and epoch: blocks are shuffled, rows within them are not.
+
+    Args:
+        rows: Data set with the column `BLOCK`.
+    """
+
+    def __init__(self, rows: Any, seed: int) -> None:
+        self.rows = rows
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        blocks = sampler_blocks(self.rows)
+        runs = np.split(np.arange(len(blocks)), np.flatnonzero(blocks[1:] != blocks[:-1]) + 1)
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(runs))
+        return (int(number) for run in order for number in runs[run])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def sampler_blocks(rows: Any) -> np.ndarray:
+    """Return the block of each row: int [rows]."""
+    own = rows.rows if isinstance(rows, MixedRows) else rows
+    blocks = np.concatenate(own.select_columns([BLOCK])[:][BLOCK])
+    return blocks[rows.numbers] if isinstance(rows, MixedRows) else blocks
 
 
 class EmptyPaddedBatchSampler(BatchSampler):
