@@ -162,6 +162,10 @@ def test_the_explanation_names_the_divergence_and_its_temperature():
     assert explain_loss(pair, "kl", combine_measures([KL, k_tokens])).endswith(
         "at temperature 1 (teacher), 1.3 (student), in the tables before and after training at 1 of both"
     )
+    sampled = cache_measure({"kind": "top_k", "k": 8, "tail": "sampled", "temperature": 1.0})
+    assert explain_loss(Loss(), "kl", sampled).endswith(
+        "at temperature 1; loss is above it by a constant of the sampled tokens, without a gradient"
+    )
 
 
 # ------------------------------------------------------------------ signals
