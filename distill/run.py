@@ -420,7 +420,7 @@ class Run:
         if any(figure == prefix + name for prefix in splits.held_out for name in of_the_loss):
             raise ValueError(f"train.keep_best: {figure}: expected held-out documents of this route, got none")
         among = ", ".join(name for name in self.recipe.figure_directions if name in measured)
-        raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
+        raise ValueError(f"train.keep_best: expected a held-out figure, {among}; got {figure!r}")
 
     def _try_first_batch(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""

@@ -599,6 +599,16 @@ class Loss(Section):
         """Types of the active terms that are divergences between whole distributions."""
         return {term.type for term in self.terms if term.weight > 0 and term.type in DIVERGENCES}
 
+    @property
+    def divergence_figure(self) -> str | None:
+        """Name of the divergence that is reported: `kl` of one direction alone, else `divergence`; None for hard labels.
+
+        Terms that are no divergence between whole distributions report the forward KL, unless one stands beside them.
+        """
+        if self.divergences:
+            return "kl" if self.divergences in ({"forward_kl"}, {"reverse_kl"}) else "divergence"
+        return "kl" if any(term.weight > 0 and term.type != "cross_entropy" for term in self.terms) else None
+
     def has(self, *types: str) -> bool:
         """Return whether a term of one of these types has a weight above 0."""
         return any(term.type in types and term.weight > 0 for term in self.terms)
