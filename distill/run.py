@@ -40,7 +40,7 @@ from distill.core import console
 from distill.core.files import write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.heartbeat import end_together
-from distill.core.interrupts import RunStopped
+from distill.core.interrupts import RunStopped, stop_run_on_sigterm
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -168,7 +168,10 @@ def _run_one(
         prepared = phases.prepare()
         opened = phases.open(prepared)
         trained = phases.train(opened)
-        return phases.conclude(trained)
+        # training has a handler of its own; of several processes one that left would let the others wait for it
+        stops = stop_run_on_sigterm("measuring the trained student") if world_size() == 1 else contextlib.nullcontext()
+        with stops:
+            return phases.conclude(trained)
 
 
 class Prepared(NamedTuple):

@@ -601,7 +601,7 @@ class Loss(Section):
 
     @property
     def divergence_figure(self) -> str | None:
-        """Name of the divergence that is reported: `kl` of one direction alone, else `divergence`; None for hard labels.
+        """Name of the reported divergence: `kl` of one direction alone, else `divergence`; None of hard labels alone.
 
         Terms that are no divergence between whole distributions report the forward KL, unless one stands beside them.
         """

@@ -18,6 +18,7 @@ from distill.recipe import Loss, load
 from distill.reports import served_file
 from distill.reports.curves import charts_of, same_axes
 from distill.reports.plots import draw_lines, new_figure
+from distill.run_results import RunResults
 from distill.training.progress import MetricsFile, explain_loss
 
 TEXT = "\n".join(f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
@@ -208,6 +209,26 @@ def test_sigterm_in_exporting_prints_it_too(said, monkeypatch, models):
     assert (folder / "student").is_dir() and not (folder / "export").exists()
     said("run", "r.yaml", *export, "--name", "exported", "--resume")
     assert (folder / "export/export-f16.gguf").is_file()
+
+
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_after_training_keeps_the_student_and_names_the_command(said, monkeypatch, models, ends):
+    measure = RunResults.measure
+
+    def end(self):
+        signal.raise_signal(ends)
+        return measure(self)
+
+    name = f"measured-{ends.name}"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunResults, "measure", end)
+        text = said("run", "r.yaml", "train.save_every=null", "--name", name, code=128 + ends)
+    assert ("stopped by SIGTERM while measuring the trained student\n" in text) == (ends == signal.SIGTERM)
+    assert f"continue with: distill run r.yaml train.save_every=null --name {name} --resume\n" in text
+    assert f"continuing from runs/{name}/checkpoint-4" in said(
+        "run", "r.yaml", "train.save_every=null", "--name", name, "--resume"
+    )
+    assert (models / "runs" / name / "student").is_dir()
 
 
 # ------------------------------------------------------------------ stages
