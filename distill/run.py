@@ -40,7 +40,7 @@ from distill.core import console
 from distill.core.files import write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.heartbeat import end_together
-from distill.core.interrupts import RunStopped
+from distill.core.interrupts import RunStopped, stop_run_on_sigterm
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, require_equal_on_ranks, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -168,7 +168,10 @@ def _run_one(
         prepared = phases.prepare()
         opened = phases.open(prepared)
         trained = phases.train(opened)
-        return phases.conclude(trained)
+        # training has a handler of its own; of several processes one that left would let the others wait for it
+        stops = stop_run_on_sigterm("measuring the trained student") if world_size() == 1 else contextlib.nullcontext()
+        with stops:
+            return phases.conclude(trained)
 
 
 class Prepared(NamedTuple):
@@ -420,7 +423,7 @@ class Run:
         if any(figure == prefix + name for prefix in splits.held_out for name in of_the_loss):
             raise ValueError(f"train.keep_best: {figure}: expected held-out documents of this route, got none")
         among = ", ".join(name for name in self.recipe.figure_directions if name in measured)
-        raise ValueError(f"train.keep_best: with this loss an evaluation has {among}; got {figure!r}")
+        raise ValueError(f"train.keep_best: expected a held-out figure, {among}; got {figure!r}")
 
     def _try_first_batch(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""

@@ -38,7 +38,11 @@ def stop_run_on_sigterm(doing: str) -> Iterator[None]:
         yield
         return
 
+    process = os.getpid()
+
     def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a worker that was forked in the block ends without a word
+            os._exit(128 + number)
         print(f"stopped by SIGTERM while {doing}", flush=True)
         raise RunStopped(128 + number)
 

@@ -6,8 +6,13 @@ import logging
 import os
 import warnings
 
-# torch's DataLoader warns of a worker count and of pinned memory that data.workers and the device decide
-WARNINGS = (r"This DataLoader will create \d+ worker processes", r"'pin_memory' argument is set as true")
+# torch's DataLoader warns of a worker count and of pinned memory that data.workers and the device decide; PEFT, at each
+# checkpoint, that no config.json stands beside a .gguf file, which it would compare the vocabulary with
+WARNINGS = (
+    r"This DataLoader will create \d+ worker processes",
+    r"'pin_memory' argument is set as true",
+    r"Could not find a config file in .* - will assume that the vocabulary was not modified",
+)
 BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 # On CPUs with bfloat16 instructions bitsandbytes, which PEFT imports where it is installed, asks the hub for kernels

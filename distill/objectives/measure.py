@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 # keys of `HeldOut` in a run's files, where its divergences are no KL over tokens
 OTHER_KEYS = {"forward_kl": "forward_divergence", "reverse_kl": "reverse_divergence", "tokens": "spans"}
+SAMPLED = "estimated KL"  # of a teacher's sampled tokens
 
 
 class DivergenceUnit(NamedTuple):
@@ -36,6 +37,11 @@ class DivergenceUnit(NamedTuple):
         A KL over whole vocabularies is reported at 1. The name tells them apart, and is what files of runs hold.
         """
         return self.key == "kl" and self.name != "KL"
+
+    @property
+    def is_estimated(self) -> bool:
+        """Return whether sampled tokens estimate it, above which their loss is by a constant (`top_k_encoding`)."""
+        return SAMPLED in self.name
 
     @property
     def unit_label(self) -> str:
@@ -74,7 +80,7 @@ def cache_measure(manifest: Mapping[str, Any]) -> DivergenceUnit:
         return KL
     k = manifest["k"]
     temperature = float(manifest["temperature"])
-    name = {"bucket": f"KL over {k + 1} outcomes", "renormalize": f"KL over {k} tokens", "sampled": "estimated KL"}
+    name = {"bucket": f"KL over {k + 1} outcomes", "renormalize": f"KL over {k} tokens", "sampled": SAMPLED}
     return DivergenceUnit(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
 
 

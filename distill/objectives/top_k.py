@@ -187,10 +187,11 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
             f"holds K tokens of each distribution (tail: {format.tail}); got {got}; a cache made with --hidden takes "
             "every term"
         )
-    if format.tail == "sampled" and any(term.clip is not None and term.clip.entry is not None for term in soft):
+    if format.tail == "sampled" and any(term.clip is not None for term in soft):
         raise ValueError(
-            "loss.terms: expected clip.entry null over a cache of sampled tokens, whose weights are noisy one by one; "
-            "cache a bucket tail (--tail bucket), of which each outcome is an entry"
+            "loss.terms: expected clip null over sampled tokens of the teacher, whose weights are noisy one by one and "
+            "whose value for a token is above the divergence; cache a bucket tail (--tail bucket), of which each "
+            "outcome is an entry"
         )
     clips = {term.clip for term in soft}
     if len(clips) > 1:

@@ -147,7 +147,7 @@ def check_run(
             "student.compute: fp8: linear layers large enough to gain, but not the head; the run measures and prints "
             "its effect on the loss and on the gradients"
         )
-    report.problems += [*_length_problems(plan), *layer_problems(plan)]
+    report.problems += [*_length_problems(plan), *layer_problems(plan), *plan.source.loss_problems()]
     report.notes += unusual_settings(recipe)
     of_routers = router_note(plan)
     report.notes += [] if of_routers is None else [of_routers]

@@ -548,12 +548,6 @@ class Loss(Section):
         return any(getattr(term, "clip", None) is not None for term in terms)
 
     @property
-    def clips_entries(self) -> bool:
-        """Return whether an active term caps entries."""
-        clips = (getattr(term, "clip", None) for term in self.terms if term.weight > 0)
-        return any(isinstance(clip, Clip) and clip.entry is not None for clip in clips)
-
-    @property
     def rewarded(self) -> PolicyGradientTerm | None:
         """The active term with a reward; None where there is none."""
         found = (term for term in self.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0)
@@ -605,6 +599,16 @@ class Loss(Section):
         """Types of the active terms that are divergences between whole distributions."""
         return {term.type for term in self.terms if term.weight > 0 and term.type in DIVERGENCES}
 
+    @property
+    def divergence_figure(self) -> str | None:
+        """Name of the reported divergence: `kl` of one direction alone, else `divergence`; None of hard labels alone.
+
+        Terms that are no divergence between whole distributions report the forward KL, unless one stands beside them.
+        """
+        if self.divergences:
+            return "kl" if self.divergences in ({"forward_kl"}, {"reverse_kl"}) else "divergence"
+        return "kl" if any(term.weight > 0 and term.type != "cross_entropy" for term in self.terms) else None
+
     def has(self, *types: str) -> bool:
         """Return whether a term of one of these types has a weight above 0."""
         return any(term.type in types and term.weight > 0 for term in self.terms)
@@ -629,6 +633,11 @@ class Loss(Section):
         if not any(term.type == "cross_entropy" and term.weight > 0 for term in terms):
             changed |= {"label_smoothing": 0.0, "z_loss": 0.0}  # both are parts of cross_entropy
         return self.model_copy(update=changed)
+
+    @property
+    def at_points(self) -> list[Loss]:
+        """The losses at the first step and at each point of the schedule, without a schedule."""
+        return [self.at(step) for step in sorted({0, *(step for line in self.schedule for step in line.steps)})]
 
     def with_kept_layers(self, kept: Sequence[int] | None) -> Loss:
         """Return the loss whose terms of `layers: auto` pair the layers of a student with those it was cut from.

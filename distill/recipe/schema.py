@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +30,7 @@ from distill.recipe.data import Data, DataPart
 from distill.recipe.evaluation import Evaluation
 from distill.recipe.extends import parse_extended, read_recipe_text
 from distill.recipe.fields import NAME, Text
-from distill.recipe.held_out_figures import figure_directions
+from distill.recipe.held_out_figures import OF_DIVERGENCE, figure_directions
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student
 from distill.recipe.renamed import rename_overrides, rename_settings
@@ -122,9 +123,38 @@ class Recipe(Section):
     @property
     def figure_directions(self) -> dict[str, bool]:
         """Names of the held-out figures that `train.keep_best` may choose, each with whether higher is better."""
+        absent: set[str] = set()
+        for loss in self._evaluated_losses():
+            absent |= self._absent_figures(loss)
+        return self._figures_without(absent)
+
+    def _figures_without(self, absent: set[str]) -> dict[str, bool]:
         routes = [teacher.route for teacher in self.teachers if teacher.route]
         tasks = [task.name for task in self.eval.tasks if task.every == 1]  # in every evaluation
-        return figure_directions(routes, [held_out.name for held_out in self.data.validation.sets], tasks)
+        sets = [held_out.name for held_out in self.data.validation.sets]
+        return figure_directions(routes, sets, tasks, absent)
+
+    def _absent_figures(self, loss: Loss) -> set[str]:
+        """Return the figures of a divergence that an evaluation with this loss does not have."""
+        measured = loss.divergence_figure
+        if measured is None:
+            return set(OF_DIVERGENCE)
+        if self.student.vocabulary == "cross":  # of spans or of tokens: that is known once the tokenizers are read
+            return set()
+        return {"kl", "divergence"} - {measured}
+
+    def _evaluated_losses(self) -> list[Loss]:
+        """Return the losses of evaluations, one for each stretch of the schedule in which the student is evaluated."""
+        points = sorted({step for line in self.loss.schedule for step in line.steps})
+        if not points:
+            return [self.loss]
+        last = points[-1] + 1 if self.train.steps is None else self.train.steps
+        every = self.train.eval_every or last
+        # an evaluation has the loss of the step before it
+        steps = [step - 1 for step in (*range(every, min(last, points[-1] + 1) + 1, every), last)]
+        # between two points the same terms have a weight
+        of_stretches = {(bisect_left(points, step), bisect_right(points, step)): step for step in steps}
+        return [self.loss.at(step) for step in of_stretches.values()]
 
     @model_validator(mode="before")
     @classmethod
@@ -176,7 +206,9 @@ class Recipe(Section):
     def _best_is_a_figure(self) -> Self:
         if self.train.keep_best is not None and self.train.keep_best not in self.figure_directions:
             known = ", ".join(self.figure_directions)
-            raise ValueError(f"train.keep_best: expected a held-out figure, {known}; got {self.train.keep_best!r}")
+            of_others = self.train.keep_best in self._figures_without(set())
+            why = ", which not every evaluation has with this loss" if of_others else ""
+            raise ValueError(f"train.keep_best: expected a held-out figure, {known}; got {self.train.keep_best!r}{why}")
         return self
 
     @model_validator(mode="after")

@@ -40,7 +40,7 @@ PHASES = {
 # lines of a run's summary that say more than the recipe: parameters, kept layers, size of the data
 SIZES = ("teacher", "student", "data", "steps")
 # lines of it that warn
-WARNINGS = ("few data", "divergences", "file")
+WARNINGS = ("few data", "metrics", "file")
 # definition of agreement, after "the share of tokens"
 AGREEMENT = "for which student and teacher have the same top-1 token"
 

@@ -98,7 +98,7 @@ def run_summary(
         lines["file"] = f"distill export cannot write it: {'; '.join(faults)}"
     caveat = pair.teacher.format.properties.caveat
     if caveat:
-        lines["divergences"] = caveat
+        lines["metrics"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
 
 

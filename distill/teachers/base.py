@@ -486,6 +486,10 @@ class TeacherPlan:
             found += [of_member(part.number, text) for text in texts]
         return found
 
+    def loss_problems(self) -> list[str]:
+        """Return why its targets do not allow the recipe's loss, as far as is known before it is opened."""
+        return [text for part in self.parts() for text in part.plan.loss_problems()]
+
     def copy_cached_state(self, other: TeacherPlan) -> None:
         """Copy from another recipe's plan what holds for this one too: what servers answered, what was read of data."""
         if isinstance(other, type(self)):

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.errors import RunError, disk_code, first_line
+from distill.core.interrupts import RunStopped
 from distill.core.manifest import MANIFEST, first_damaged_file, read_manifest
 from distill.models.head import unwrap_peft
 from distill.models.load.read_weights import read_weights
@@ -112,21 +113,26 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False) -> Iterator[N
     Raises:
         RunError: Names the failure, the checkpoint and the next command. Errors of the disk and of exhausted memory
             are raised unchanged: `translate_errors` turns them into advice.
+        RunStopped, KeyboardInterrupt: The run was stopped in the block; the command names what continues it.
     """
     fault: Exception | None = None
+    several = trainer.accelerator.num_processes > 1
+    folder = Path(trainer.args.output_dir)
+    kept = f"{CHECKPOINT}{trainer.state.global_step}"
     try:
         yield
+    except (RunStopped, KeyboardInterrupt):  # as in training, a run that is stopped leaves a checkpoint
+        if not several and folder / kept not in checkpoints(folder):
+            trainer.save_checkpoint()
+        raise
     except Exception as error:  # any failure: the trained weights must be kept
         fault = error
     failed = fault is not None
-    several = trainer.accelerator.num_processes > 1
     # every process comes here, failed or not, so that this collective tells all of them whether one has failed
     if several and together:
         failed = trainer.mean_over_ranks(float(failed)) > 0
     if not failed:
         return
-    folder = Path(trainer.args.output_dir)
-    kept = f"{CHECKPOINT}{trainer.state.global_step}"
     # on a full disk a checkpoint would fail as well, and hide the first error behind its own
     full = fault is not None and disk_code(fault) is not None
     if (together or not several) and folder / kept not in checkpoints(folder) and not full:

@@ -39,8 +39,8 @@ class LossSchedule(StepListener):
                 "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's outputs "
                 "are prefetched; got steps without one"
             )
-        for step in {0, *(step for line in section.schedule for step in line.steps)}:
-            teacher.format.loss(section.at(step), objective.alignment)
+        for loss in section.at_points:
+            teacher.format.loss(loss, objective.alignment)
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:

@@ -239,6 +239,8 @@ def explain_loss(loss: Loss, name: str, measure: DivergenceUnit = KL, trains_rou
     where = loss.temperature_text if measure.at_loss_temperature else "1"
     if measure.at_loss_temperature and loss.temperatures.teacher != loss.temperatures.student:
         where += f", in the tables before and after training at {loss.temperatures.teacher:g} of both"
+    if measure.is_estimated:
+        where += "; loss is above it by a constant of the sampled tokens, without a gradient"
     return (
         f"loss is what is minimised: {terms}{at}{', by its schedule' if loss.schedule else ''}; "
         f"{measure.display_name(name)} is {what}, without weights and at temperature {where}"

@@ -13,7 +13,8 @@ from distill.doctor.invariants_runs import resume_is_exact
 from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Clip, Loss, TemperaturePair
 
-EVERY = [subject for subjects in KINDS.values() for subject in subjects]
+# sampled tokens take no caps: their value is not the divergence's
+EVERY = [subject for subjects in KINDS.values() for subject in subjects if subject != "sampled"]
 
 
 def capped(loss, clip):
@@ -38,8 +39,6 @@ def test_every_teachers_loss_and_gradients_have_the_caps(name, subject_of):
     alone, _ = replace(subject, loss=loss.model_copy(update={"terms": soft})).reference_loss()
     mean = alone.item() / loss.scale / sum(term.weight for term in soft)
     for clip in (Clip(token=mean), Clip(entry=mean / 50), Clip(token=mean, entry=mean / 10)):
-        if name == "sampled" and clip.entry is not None:
-            continue
         clipped = replace(subject, loss=capped(subject.loss, clip), small=None)
         found = fused_equals_reference(clipped)
         assert found.passed, found.detail

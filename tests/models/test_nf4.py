@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -280,3 +281,15 @@ def test_a_run_is_not_told_of_kernels_of_the_hub():
     silence_libraries()
     module = importlib.import_module("bitsandbytes.backends.cpu.ops")
     assert not module.logger.isEnabledFor(logging.WARNING)
+
+
+def test_a_run_is_not_told_of_the_config_that_no_gguf_file_has(base, tmp_path, monkeypatch):
+    """PEFT looks for it in the file's folder at each checkpoint."""
+    student = load_student(Student(model=base, lora=Lora()))
+    monkeypatch.setattr(student.peft_config["default"], "base_model_name_or_path", str(tmp_path / "no-config"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        save_adapter(student, tmp_path / "told")
+        silence_libraries()
+        save_adapter(student, tmp_path / "not-told")
+    assert len([warning for warning in seen if "Could not find a config file" in str(warning.message)]) == 1

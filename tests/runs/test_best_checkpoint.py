@@ -212,7 +212,7 @@ def test_each_stage_keeps_its_own_best(workplace):
 
 
 def test_a_figure_that_the_loss_does_not_have_is_refused_before_training(workplace):
-    with pytest.raises(ValueError, match=r"with this loss an evaluation has .*divergence.*; got 'kl'"):
+    with pytest.raises(ValueError, match=r"expected a held-out figure, loss, divergence, .*; got 'kl'"):
         run(parse(KEPT, [PLAIN, "loss.terms=[{type: jsd, beta: 0.5}]"], name="best"))
     assert not (workplace / "runs" / "best" / "recipe.yaml").exists()
 

@@ -18,6 +18,7 @@ from distill.recipe import Loss, load
 from distill.reports import served_file
 from distill.reports.curves import charts_of, same_axes
 from distill.reports.plots import draw_lines, new_figure
+from distill.run_results import RunResults
 from distill.training.progress import MetricsFile, explain_loss
 
 TEXT = "\n".join(f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
@@ -162,6 +163,10 @@ def test_the_explanation_names_the_divergence_and_its_temperature():
     assert explain_loss(pair, "kl", combine_measures([KL, k_tokens])).endswith(
         "at temperature 1 (teacher), 1.3 (student), in the tables before and after training at 1 of both"
     )
+    sampled = cache_measure({"kind": "top_k", "k": 8, "tail": "sampled", "temperature": 1.0})
+    assert explain_loss(Loss(), "kl", sampled).endswith(
+        "at temperature 1; loss is above it by a constant of the sampled tokens, without a gradient"
+    )
 
 
 # ------------------------------------------------------------------ signals
@@ -204,6 +209,26 @@ def test_sigterm_in_exporting_prints_it_too(said, monkeypatch, models):
     assert (folder / "student").is_dir() and not (folder / "export").exists()
     said("run", "r.yaml", *export, "--name", "exported", "--resume")
     assert (folder / "export/export-f16.gguf").is_file()
+
+
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_after_training_keeps_the_student_and_names_the_command(said, monkeypatch, models, ends):
+    measure = RunResults.measure
+
+    def end(self):
+        signal.raise_signal(ends)
+        return measure(self)
+
+    name = f"measured-{ends.name}"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunResults, "measure", end)
+        text = said("run", "r.yaml", "train.save_every=null", "--name", name, code=128 + ends)
+    assert ("stopped by SIGTERM while measuring the trained student\n" in text) == (ends == signal.SIGTERM)
+    assert f"continue with: distill run r.yaml train.save_every=null --name {name} --resume\n" in text
+    assert f"continuing from runs/{name}/checkpoint-4" in said(
+        "run", "r.yaml", "train.save_every=null", "--name", name, "--resume"
+    )
+    assert (models / "runs" / name / "student").is_dir()
 
 
 # ------------------------------------------------------------------ stages

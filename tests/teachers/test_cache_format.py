@@ -150,8 +150,10 @@ def test_errors_of_few_tokens_on_peaked_distributions():
 
 
 def test_the_default_reading_follows_from_the_loss():
-    def named(*terms):
-        return default_tail(Loss.model_validate({"terms": [{"type": term} for term in terms]}))
+    def named(*terms, **settings):
+        return default_tail(Loss.model_validate({"terms": [{"type": term, **settings} for term in terms]}))
 
     assert named("forward_kl") == named("forward_kl", "cross_entropy") == "sampled"
     assert named("reverse_kl") == named("reverse_kl", "cross_entropy") == "bucket"
+    for caps in ({"token": 1.0}, {"entry": 0.1}):
+        assert named("forward_kl", clip=caps) == "bucket", "a sample's value is above the divergence that is capped"

@@ -266,3 +266,24 @@ def test_the_error_of_fp8_hidden_states_is_printed(here, capsys):
     result = run(cached("fp8"), name="fp8")
     assert result.after.forward_kl < result.before.forward_kl
     assert run_command(["verify", "fp8"]) == 0
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("loss.terms=[{type: reverse_kl}]", "expected forward_kl, alone or with cross_entropy, since the cache holds"),
+        ("loss.terms=[{type: forward_kl, clip: {token: 1}}]", "expected clip null over sampled tokens"),
+        ("loss.temperature={teacher: 2, student: 1}", "the cache's probabilities are at temperature 1"),
+        ("loss.schedule=[{setting: temperature, steps: [0, 2], values: [1, 2]}]", "the recipe's loss is at 2"),
+        ("student={model: student, vocabulary: cross}", "compares whole distributions; expected hidden states"),
+    ],
+)
+def test_check_and_the_run_refuse_a_loss_that_stored_tokens_do_not_allow(here, capsys, override, message):
+    if not (here / "drawn").exists():
+        assert run_command(["cache", "tiny.yaml", "student={model: student}", "--top-k", "12", "--out", "drawn"]) == 0
+    settings = ["tiny.yaml", "teacher={type: cache, path: drawn}", "student={model: student}", override]
+    capsys.readouterr()
+    assert run_command(["check", *settings]) == 1
+    assert message in " ".join(capsys.readouterr().out.split())
+    assert run_command(["run", *settings, "--name", "refused"]) == 2
+    assert message in capsys.readouterr().err

@@ -21,12 +21,14 @@ from distill.core.units import GIB
 from distill.data.load import Splits, load_data
 from distill.models.dtypes import resolve_device, resolve_precision
 from distill.models.flops import head_flops
+from distill.models.head import LogitTransform
 from distill.models.layers import layer_count
 from distill.models.load.vocabulary import shared_columns
 from distill.models.meta_models import meta_config, meta_student
 from distill.models.shape import ModelSizes
 from distill.objectives.measure import DivergenceUnit, cache_measure
 from distill.objectives.row_packing import DTYPES
+from distill.objectives.targets import VocabularyAlignment
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, ModelSection, Recipe, StoredTeacherConfig, TeacherConfig
 from distill.recipe.models import LOW_BITS
@@ -249,6 +251,19 @@ class StoredPlan(TeacherPlan):
             store.require(splits.train, "training data", hint)
             for rows in splits.held_out.values():
                 store.require(rows, "held-out data", hint)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def loss_problems(self) -> list[str]:
+        """Return why K tokens that are stored do not allow the recipe's loss, in the words of the run."""
+        plan = self.plan
+        if plan is None or plan["kind"] != "top_k":
+            return super().loss_problems()
+        stored = TopKFormat(plan)
+        try:
+            for loss in self.recipe.loss.at_points:
+                stored.loss(loss, VocabularyAlignment(LogitTransform(), stored.columns, None))
         except ValueError as error:
             return [str(error)]
         return []

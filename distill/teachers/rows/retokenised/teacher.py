@@ -22,7 +22,7 @@ from distill.models.head import LogitTransform
 from distill.models.loading import load_tokenizer
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
-from distill.objectives.measure import SPANS, DivergenceUnit
+from distill.objectives.measure import KL, SPANS, DivergenceUnit
 from distill.objectives.span_loss import CHUNK_SHARE, ELEMENT_BYTES, CrossTokenizerLoss, Spans, SpanTargets
 from distill.objectives.targets import (
     Batch,
@@ -43,6 +43,8 @@ from distill.teachers.rows.retokenised.data import CrossColumns, load_cross_data
 from distill.teachers.rows.retokenised.encode import TokenisedReader
 from distill.teachers.rows.retokenised.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
 from distill.teachers.vocabulary import Match, Vocabulary
+
+NEEDS_HIDDEN_STATES = "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
 
 
 class SpansFormat(TargetFormat):
@@ -110,9 +112,7 @@ class CrossTeacher(ReadingTeacher):
     def __init__(self, teacher: Teacher | nn.Module, shared: Shared) -> None:
         super().__init__(teacher)
         if not isinstance(self.inner.format, HiddenFormat):
-            raise ValueError(
-                "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
-            )
+            raise ValueError(NEEDS_HIDDEN_STATES)
         self.hidden = self.inner.format
         self.shared = shared
         self.format = self.spans = SpansFormat(self.hidden, shared)
@@ -156,6 +156,11 @@ class CrossPlan(ReadingPlan):
 
     def measure(self) -> DivergenceUnit:
         return SPANS
+
+    def loss_problems(self) -> list[str]:
+        # only a cache tells by its file what it holds; every other teacher of K tokens is refused by its settings
+        of_k_tokens = self.inner.measure() != KL and not self.inner.is_to_be_made()
+        return [NEEDS_HIDDEN_STATES] if of_k_tokens else super().loss_problems()
 
     def footprint(self, context: FootprintContext) -> Footprint:
         workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
