@@ -97,9 +97,6 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     Args:
         batch_size: rows given to the teacher at once, by which several GPUs choose copies or shards of it; None for
             the recipe's.
-
-    Raises:
-        ValueError: as `distill run` would say.
     """
     recipe = recipe_to_store(recipe)
     device = resolve_device(recipe.train)

@@ -60,11 +60,7 @@ def student_error(folder: Path) -> str | None:
 
 
 def require_finished_student(folder: Path) -> None:
-    """Check that the student of a finished run, which another stage starts from, has the bytes that were written.
-
-    Raises:
-        ValueError: A file of it is damaged or missing, or result.json, which has the checksums, is.
-    """
+    """Check that the student of a finished run, which another stage starts from, has the bytes that were written."""
     error = f"{RESULT_FILE} is damaged" if finished_result(folder) is None else student_error(folder)
     if error is not None:
         raise ValueError(

@@ -66,11 +66,7 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
 
 
 def check_folder(folder: Path, field: str) -> None:
-    """Check that a folder exists or can be made.
-
-    Raises:
-        RecipeError: It or one of its parents is a file or a dangling link; names `field`.
-    """
+    """Check that a folder exists or can be made."""
     for place in (folder, *folder.parents):
         if place.is_dir():
             return

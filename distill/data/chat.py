@@ -374,9 +374,6 @@ def with_template(tokenizer: Any, data: Data) -> Any:
     """Return the tokenizer with the chat template of a recipe's `data`, if that is a file, and its keyword arguments.
 
     Both are saved with the tokenizer, so that a student generates after the prompts that it was trained on.
-
-    Raises:
-        ValueError: The file does not exist.
     """
     if data.chat_template not in ("tokenizer", "none"):
         tokenizer.chat_template = _file(data.chat_template)

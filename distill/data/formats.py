@@ -235,11 +235,7 @@ def _is_read(known: Known, format: RowFormat) -> bool:
 
 
 def _mapped_beside(format: RowFormat, columns: Collection[str], fields: FieldMap) -> dict[str, str]:
-    """Return the columns that the recipe maps beside those of the prompt, the completion or the messages.
-
-    Raises:
-        ValueError: One is missing, or cannot be read in rows of this format.
-    """
+    """Return the columns that the recipe maps beside those of the prompt, the completion or the messages."""
     found = {}
     for known in COLUMNS:
         name = getattr(fields, known.role, None)

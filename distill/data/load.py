@@ -324,9 +324,6 @@ def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, fiel
     Args:
         name: Name of the source.
         field: The recipe's field that names columns.
-
-    Raises:
-        ValueError: naming the columns, their rows, and the settings.
     """
     if not counts.unread_words:
         return

@@ -436,11 +436,7 @@ def _estimate_disk(recipe: Recipe, student: ModelSizes, precision: Precision, re
 def check_stages(
     recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True
 ) -> list[tuple[str, Recipe, Preflight]]:
-    """Return name, recipe and report of each stage of a recipe; see `check_run`. Problems name the stage.
-
-    Raises:
-        ValueError: a setting that no run can have, in a stage that the message names.
-    """
+    """Return name, recipe and report of each stage of a recipe; see `check_run`. Problems name the stage."""
     found = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, recipe.name)

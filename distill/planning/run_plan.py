@@ -41,20 +41,12 @@ class RunPlan(NamedTuple):
 
 
 def plan_run(plan: DevicePlan, rows: int) -> RunPlan:
-    """Return the plan of a run over `rows` training rows on the devices of `plan`.
-
-    Raises:
-        ValueError: A step that is no whole number of micro-batches.
-    """
+    """Return the plan of a run over `rows` training rows on the devices of `plan`."""
     return _plan_steps(plan.recipe, rows, place(plan), plan.world)
 
 
 def plan_steps(recipe: Recipe, rows: int, placement: Placement = SINGLE_PROCESS) -> RunPlan:
-    """Return the plan of a run over `rows` training rows on the processes of this launch, for a known placement.
-
-    Raises:
-        ValueError: Settings that no run can have, see `require_settings`.
-    """
+    """Return the plan of a run over `rows` training rows on the processes of this launch, for a known placement."""
     world = world_size()
     require_settings(recipe.train, recipe.data, world)
     return _plan_steps(recipe, rows, placement, world)

@@ -76,9 +76,6 @@ class RequestOptions(NamedTuple):
 
         Args:
             rows: rows of the head.
-
-        Raises:
-            ProtocolError: naming the option.
         """
         columns = self.columns or rows
         hidden = tuple(dtype for dtype in DTYPES if dtype != "float16")

@@ -77,9 +77,6 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         source: Plan of the recipe's teacher.
         vocabulary: Vocabulary of the source; tokenizers are compared before weights are read.
         context: device, dtypes and placement.
-
-    Raises:
-        ValueError: naming the field.
     """
     recipe = source.recipe
     section = source.recipe.student

@@ -89,11 +89,7 @@ def backend_maker(recipe: Recipe, section: TeacherConfig, field: str) -> PlanMak
 
 
 def registered_backend(name: str, field: str) -> PlanMaker:
-    """Return what makes the plan of a backend that an installed package registers.
-
-    Raises:
-        ValueError: none registers it.
-    """
+    """Return what makes the plan of a backend that an installed package registers."""
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
         known = ", ".join(sorted(found)) or "none"

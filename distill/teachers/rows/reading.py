@@ -167,11 +167,7 @@ class ReadingColumns:
     def __call__(
         self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
     ) -> dict[str, torch.Tensor]:
-        """Return the teacher's batch of the rows, under names with the prefix.
-
-        Raises:
-            ValueError: rows without the teacher's reading.
-        """
+        """Return the teacher's batch of the rows, under names with the prefix."""
         if any(f"{PREFIX}input_ids" not in row for row in rows):
             raise ValueError("rows: expected teacher_input_ids and teacher_position_ids, which the recipe's data have")
         own = replace(collator, pad_token_id=0, columns=self.inner, custom=None)  # any id does, every vocabulary has 0

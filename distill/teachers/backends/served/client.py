@@ -73,11 +73,7 @@ class ServerConfig(NamedTuple):
 
 
 def token_of(path: str | Path | None, option: str = "teacher.token_file") -> str | None:
-    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN; None where there is neither.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN; None where there is neither."""
     if path is None:
         return os.environ.get(TOKEN_VARIABLE)
     try:

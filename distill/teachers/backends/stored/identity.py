@@ -41,9 +41,6 @@ def require_same_teacher(
         tokenizer: Tokenizer of the data; None for random tokens.
         manifest: Manifest of the cache.
         path: Folder of the cache, for error messages.
-
-    Raises:
-        ValueError: with the first difference.
     """
     maker = manifest["teacher"]
     by_files = here is not None and bool(here["files_sha256"] and maker["files_sha256"])

@@ -217,9 +217,6 @@ class Store:
             rows: Rows of the data set.
             name: Name of the data set, for the error message.
             hint: Known difference between recipe and store, for the error message.
-
-        Raises:
-            ValueError: how many are missing, and the first of them.
         """
         total = 0
         missing = 0

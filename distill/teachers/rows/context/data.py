@@ -347,9 +347,6 @@ def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed
         tokenizer: Tokenizer of both models.
         prompt: The teacher's prompts.
         seed: Seed of the order of rows.
-
-    Raises:
-        ValueError: naming the field.
     """
     template = template_of(data, tokenizer)
     if not prompt.rendered_alike:
@@ -389,11 +386,7 @@ class ContextColumns(ReadingColumns):
 
     @staticmethod
     def teacher_row(row: BatchRow) -> dict[str, Any]:
-        """Return the teacher's row, with the student's labels at the same tokens of each document.
-
-        Raises:
-            ValueError: they are other tokens.
-        """
+        """Return the teacher's row, with the student's labels at the same tokens of each document."""
         own = np.asarray(row["labels"])
         ids = np.asarray(row[f"{PREFIX}input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)

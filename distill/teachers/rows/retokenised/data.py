@@ -81,9 +81,6 @@ def load_cross_data(
         student_tokenizer, teacher_tokenizer: Tokenizers of the two models.
         seed: fixes which documents are held out and the order of the rows.
         teacher_kwargs: `teacher.chat_template_kwargs`; None for those of the data.
-
-    Raises:
-        ValueError: naming the field.
     """
     if data.is_synthetic:
         raise ValueError(

@@ -90,11 +90,7 @@ def readers_of(
 
 
 def require_rows(reader: TokenisedReader, rows: int) -> None:
-    """Check that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one.
-
-    Raises:
-        ValueError: one has none.
-    """
+    """Check that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one."""
     added = reader.tokenizer.added_tokens_decoder
     last = max(n for n in reader.tokenizer.get_vocab().values() if n not in added or n == reader.end)
     if last >= rows:
