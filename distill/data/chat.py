@@ -16,30 +16,12 @@ from distill.data import template_coverage
 from distill.data.assistant_turns import RenderedChat, Turns
 from distill.data.known_columns import TRAINED
 from distill.data.messages import MessageAdapter, content_of, is_trained, untrained_ranges, without_reasoning
-from distill.data.rendering import FROZEN_DAY, Message, Renderer, TemplateError, TextSpan, Tools, freeze_date
+from distill.data.rendering import Message, Renderer, Tools
 from distill.data.rows import RowFault
 from distill.data.trained_parts import without_untrained
 
 if TYPE_CHECKING:
     from distill.recipe import Data
-
-__all__ = [
-    "FROZEN_DAY",
-    "ChatOptions",
-    "ChatTemplate",
-    "Message",
-    "RenderedChat",
-    "TemplateError",
-    "TextSpan",
-    "Tools",
-    "TrainingChat",
-    "freeze_date",
-    "load_template",
-    "template_kwargs_of",
-    "template_of",
-    "with_template",
-    "with_template_kwargs",
-]
 
 TrainOn = Literal["all", "each", "last"]
 TOOL_USE = "tool_use"  # the named template that transformers takes for conversations with tools

@@ -19,8 +19,8 @@ from distill.core import console
 from distill.core.errors import RunError
 from distill.data.packing import Documents, Ragged
 from distill.data.row_counts import RowCounts
-from distill.data.rows import row_size
-from distill.data.sources import DataSource, RawRow, RowFault
+from distill.data.rows import RawRow, RowFault, row_size
+from distill.data.sources import DataSource
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import RowBatch, RowEncoder, TokenisedDocument
 

@@ -28,17 +28,6 @@ from distill.data.known_columns import (
 from distill.data.row_reader import ConversationSample, RowReader, Unread
 from distill.data.rows import RawRow, RowFault
 
-__all__ = [
-    "ConversationSample",
-    "FieldMap",
-    "RowFormat",
-    "Unread",
-    "columns_beside",
-    "detect",
-    "prompt_columns",
-    "with_columns_beside",
-]
-
 MOST_LAYOUTS = 1024  # different sets of columns in the rows of one source that are remembered
 MAIN = {"text", "prompt", "completion", "messages", "rendered"}  # roles that a format is made of; others are beside it
 

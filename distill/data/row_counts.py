@@ -14,7 +14,8 @@ from distill.data.rows import RowFault
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distill.data.chat import Message, TrainingChat
+    from distill.data.chat import TrainingChat
+    from distill.data.rendering import Message
     from distill.data.row_reader import Unread
 
 MOST_ROLES = 20

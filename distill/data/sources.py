@@ -21,19 +21,7 @@ from typing import Any, BinaryIO
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
-from distill.data.rows import RawRow, RowFault, Rows, TableRow
-
-__all__ = [
-    "STDLIB",
-    "DataSource",
-    "RawRow",
-    "RowFault",
-    "Rows",
-    "local_path",
-    "missing_file",
-    "open_source",
-    "prompt_lines",
-]
+from distill.data.rows import RowFault, Rows, TableRow
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,16 @@ import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat, template_of
+from distill.data.assistant_turns import RenderedChat
+from distill.data.chat import ChatOptions, ChatTemplate, TrainingChat, template_of
 from distill.data.collator import BatchRow, Collator
-from distill.data.formats import ConversationSample, RowFormat
+from distill.data.formats import RowFormat
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
+from distill.data.row_reader import ConversationSample
+from distill.data.rows import RawRow as DataRow
 from distill.data.rows import RowFault
-from distill.data.sources import RawRow as DataRow
 from distill.data.tokenise import TOO_LONG, DocumentSlice, Encoder, MaskedText, RowBatch, TokenisedDocument, encodable
 from distill.generation.rollout_contexts import prompt_variables
 from distill.recipe import Context, Data, DataPart

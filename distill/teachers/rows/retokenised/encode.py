@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat
-from distill.data.formats import ConversationSample, RowFormat
+from distill.data.assistant_turns import RenderedChat
+from distill.data.chat import ChatOptions, ChatTemplate, TrainingChat
+from distill.data.formats import RowFormat
 from distill.data.row_counts import RowCounts
+from distill.data.row_reader import ConversationSample
 from distill.data.rows import RowFault
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import (
