@@ -45,9 +45,10 @@ from distill.planning.memory import Memory, step_memory
 from distill.planning.placement import place, teacher_server_memory
 from distill.planning.run_plan import plan_run
 from distill.planning.step_time import RolloutEstimate, StepTokens, estimate_rollouts, step_time
-from distill.planning.steps import FUSED, missing_packages, require_arguments, small_data_warnings, tokens_per_step
+from distill.planning.steps import FUSED, missing_packages, require_arguments, small_data_warnings
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
+from distill.recipe.resume_policy import tokens_of_step
 from distill.recipe.unusual_values import unusual_settings
 from distill.teachers.base import TeacherPlan
 from distill.teachers.opening import length_problem, loading_problems
@@ -140,7 +141,7 @@ def check_run(
         _combined_shape(source.shapes()),
         student.shape,
         plan.accumulation,
-        tokens_per_step(recipe.train, recipe.data, plan.world),
+        tokens_of_step(recipe, plan.world),
     )
     if recipe.student.compute == "fp8":
         report.notes.append(

@@ -15,10 +15,10 @@ from distill.planning.steps import (
     accumulation_steps,
     data_rows_per_micro_batch,
     require_settings,
-    tokens_per_step,
     total_steps,
 )
 from distill.recipe import Recipe
+from distill.recipe.resume_policy import tokens_of_step
 
 
 class RunPlan(NamedTuple):
@@ -58,4 +58,4 @@ def _plan_steps(recipe: Recipe, rows: int, placement: Placement, world: int) -> 
     accumulation = accumulation_steps(train, data, world)
     micro_rows = data_rows_per_micro_batch(train, data)
     steps = total_steps(train, data, rows, accumulation, world)
-    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens_per_step(train, data, world))
+    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens_of_step(recipe, world))
