@@ -33,7 +33,6 @@ class Setting(NamedTuple):
         name: Path of the setting, as in overrides; `[]` follows a list.
         type: Accepted values.
         default: Default as YAML; `required` where there is none, empty for a section.
-        meaning: Description.
         elsewhere: Name of the setting in other tools, by tool.
     """
 

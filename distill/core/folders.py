@@ -39,7 +39,6 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
 
     Args:
         recipe_name: The recipe's `name`, used where `name` is None.
-        name: value of `--name`.
         resume: Return the folder of an existing run: that of `name`, else the latest of the recipe.
 
     Raises:

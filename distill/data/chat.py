@@ -66,7 +66,6 @@ class ChatTemplate(Renderer):
     closing tokens) is found out for each variant.
 
     Attributes:
-        name: Name for error messages.
         adapter: Converts messages to the layout that the template renders completely.
         tool_use: Template of conversations with tools; None where it is this one.
     """
@@ -84,7 +83,6 @@ class ChatTemplate(Renderer):
 
         Args:
             tokenizer: Tokenizer whose special tokens it writes.
-            name: Name for error messages.
             kwargs: Variables that the template reads beside messages and tools.
             tool_use: Text of the template of conversations with tools; None for the same.
 
@@ -327,7 +325,6 @@ def load_template(
     one, conversations and pairs are refused, as there.
 
     Args:
-        choice: The recipe's `data.chat_template`.
         tokenizer: Tokenizer whose special tokens the template writes.
         name: Name of a tokenizer's template in error messages; a file's template is named by its file.
         kwargs: Variables that the template reads beside messages and tools.

@@ -66,11 +66,7 @@ def tokenise_documents(
 
 
 def gather_documents(documents: Sequence[TokenisedDocument], names: Mapping[str, tuple[str, ...]]) -> Documents:
-    """Return documents in memory, as `tokenise_documents` returns those of a whole source.
-
-    Args:
-        names: Columns of the encoder.
-    """
+    """Return documents in memory, as `tokenise_documents` returns those of a whole source."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for document in documents:
         for name, values in document.columns().items():

@@ -134,7 +134,6 @@ def detect(
     """Determine the format of rows.
 
     Args:
-        columns: Columns of the data.
         fields: The recipe's `data.fields`; columns that it names must exist.
         format: The recipe's `data.format`; `auto` decides by mapped fields, then by column names.
         source: Name of the data, for error messages.
@@ -195,12 +194,7 @@ def with_columns_beside(format: RowFormat, columns: Sequence[str], fields: Field
 
 
 def columns_beside(format: RowFormat, columns: Iterable[str]) -> dict[str, str]:
-    """Return the columns that are read beside those of the prompt, the completion or the messages, by their roles.
-
-    Args:
-        format: Format with the columns that are known already.
-        columns: Columns of the data, or of a row.
-    """
+    """Return the columns that are read beside those of the prompt, the completion or the messages, by their roles."""
     main = format.columns
     found = dict[str, str]()
     there = [name for name in columns if name not in format.ignored and name not in main.values()]

@@ -27,8 +27,6 @@ class RowCounts:
     """Counts of rows.
 
     Attributes:
-        rows_read: Number of rows read, usable or not.
-        dropped: Number of dropped rows by reason.
         examples: First dropped row by reason.
         truncated: Number of chats and pairs truncated at `max_length`.
         left_out: Number of turns (with one example per turn) whose prompts leave no room within `max_length`.

@@ -52,7 +52,6 @@ class DataSource:
     """Rows and their identity.
 
     Attributes:
-        name: Display name.
         digest: Hash of the content; sources with equal digests have equal rows.
         rows: Function that reads the rows from the start.
         columns: Columns, where the source declares them.

@@ -80,8 +80,6 @@ class MaskedText(NamedTuple):
     """Text of which some ranges are trained on.
 
     Attributes:
-        number: Index of its row.
-        text: The whole text.
         spans: Character ranges to train on.
         templated: Whether a chat template has written it, including begin and end tokens.
         origin: Hash of the text, or of the conversation that it is a part of.
@@ -121,7 +119,6 @@ class RowEncoder:
     """Encoder of batches of rows to documents; it holds all settings and can be sent to another process.
 
     Attributes:
-        format: Format of the rows.
         columns: Columns of a document; for columns of indices, the columns that successive entries index, else ().
     """
 

@@ -65,10 +65,8 @@ class Preflight:
     Attributes:
         device, gpus, strategy: hardware and placement of the plan; `training` of the GPUs train, the others
             serve the teacher, each with `teacher_server_bytes` bytes of it.
-        teacher, student: sizes of the models.
         memory: Memory of one device in a training step.
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
-        steps, accumulation, tokens_per_step: Size of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
         rollouts: Rollouts of a step, whose seconds are included in the step's; None without on-policy data.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.

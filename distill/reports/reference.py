@@ -65,8 +65,6 @@ class Comparison(NamedTuple):
     """A figure of a run beside those of the reference.
 
     Attributes:
-        figure: Key of the figure.
-        value: The run's.
         mean, low, high: Of the reference: its mean, and where a further seed falls in 19 of 20 cases.
     """
 

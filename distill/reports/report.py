@@ -49,8 +49,6 @@ class ReportedRun(NamedTuple):
     """Content of a run's folder.
 
     Attributes:
-        recipe: Resolved recipe, YAML.
-        metrics: Rows of `metrics.jsonl`.
         before: Held-out metrics and samples from before training; empty before the first evaluation.
         result: Content of `result.json`; empty while the run is unfinished.
     """

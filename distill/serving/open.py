@@ -51,7 +51,6 @@ def processes_of(recipe: Recipe, processes: int | None = None) -> int:
     """Return the number of processes to start `distill serve` in on this machine: one per GPU for a sharded teacher.
 
     Args:
-        recipe: recipe that names the teacher.
         processes: number that the user asks for; None for one per GPU.
 
     Raises:
@@ -82,7 +81,6 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Servi
     Where several processes call this, the teacher is sharded over them.
 
     Args:
-        recipe: recipe that names the teacher.
         most_tokens: maximum number of tokens in a request.
         budget: tokens of a forward pass of several requests.
 

@@ -120,8 +120,6 @@ def loading_problems(source: TeacherPlan, *, cuda: bool, sharded: bool, family: 
     """Return why the models of a recipe cannot be loaded on such devices, before weights are read; empty if they can.
 
     Args:
-        cuda: Whether the devices are GPUs.
-        sharded: Whether the teacher is sharded over them.
         family: Architecture family of the GPUs; None for a CPU and an unknown GPU.
     """
     student_problem = fp8_problem(source.recipe.student, family)

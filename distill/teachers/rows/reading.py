@@ -112,9 +112,6 @@ def at_positions(targets: Targets, at: torch.Tensor, rows: torch.Tensor, ids: to
 class ReadingPlan(TeacherPlan):
     """The plan of a `ReadingTeacher`.
 
-    Args:
-        inner: Plan of the inner teacher.
-
     Attributes:
         reads: as of `ReadingTeacher`.
     """
@@ -139,7 +136,6 @@ class TeacherRows(Sequence[Mapping[str, Any]]):
     """Rows as a teacher reads them.
 
     Args:
-        rows: Rows of the student.
         row: Function from a student's row to the teacher's: `input_ids`, `labels`, `position_ids`.
     """
 

@@ -145,7 +145,6 @@ class Servers:
 
         Args:
             path: URL path of the request, with its query string.
-            body: Request body.
             positions: Number of token positions in the response, counted in `self.positions`.
             read: Function that converts the response body, uint8 [bytes], into the result.
             kind: Content type of the body.
@@ -185,7 +184,6 @@ class Servers:
         """Return the body of an answer of any server, uint8; in pinned memory where a GPU is in use.
 
         Args:
-            method: HTTP method.
             path: URL path, with its query string.
             body: Request body; None without one.
             kind: Content type of the body.

@@ -293,8 +293,6 @@ class Identity(NamedTuple):
     """Identity of a served teacher. Targets depend on all but `hash`, `protocol`, `notes` and `limits`.
 
     Attributes:
-        protocol: Version of the wire protocol.
-        model: Name of the model.
         source: `teacher_identity` of the recipe's section: name, revision, adapter, hash of the files.
         fingerprint: Fingerprint of the weights in the dtype in which they are held (fp8 and int8 differ from bf16).
         dtype: Dtype of hidden states and head; `held`, that of the linear layers, with the layers that fp8 leaves out.

@@ -39,7 +39,6 @@ def require_same_teacher(
         here: Identity of the recipe's teacher (`teacher_identity`); None if the recipe names no teacher.
         recipe: Recipe whose chat template renders the data.
         tokenizer: Tokenizer of the data; None for random tokens.
-        manifest: Manifest of the cache.
         path: Folder of the cache, for error messages.
     """
     maker = manifest["teacher"]

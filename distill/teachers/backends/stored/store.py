@@ -214,7 +214,6 @@ class Store:
         """Check that every document of a data set is stored.
 
         Args:
-            rows: Rows of the data set.
             name: Name of the data set, for the error message.
             hint: Known difference between recipe and store, for the error message.
         """

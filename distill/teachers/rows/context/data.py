@@ -172,11 +172,8 @@ class ContextEncoder(Encoder):
         """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled.
 
         Args:
-            number: Index of the row.
-            sample: The row.
             private: Text that only the teacher reads.
             secrets: What of it no student's prompt may contain.
-            tally: Counts of the rows.
         """
         piece = self.sampled_piece(number, sample, tally)
         assert sample.sampled is not None
@@ -346,9 +343,6 @@ def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed
 
     Args:
         data: The recipe's `data` section.
-        tokenizer: Tokenizer of both models.
-        prompt: The teacher's prompts.
-        seed: Seed of the order of rows.
     """
     template = template_of(data, tokenizer)
     if not prompt.rendered_alike:

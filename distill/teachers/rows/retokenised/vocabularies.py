@@ -53,7 +53,6 @@ def teacher_template(
 
     Args:
         data: The recipe's `data` section.
-        tokenizer: Tokenizer of the teacher.
         kwargs: `teacher.chat_template_kwargs`; None for those of the data, of which the template may not read all.
 
     Raises:
@@ -74,8 +73,6 @@ def readers_of(
     """Return both models' readers.
 
     Args:
-        student_tokenizer: Tokenizer of the data.
-        teacher_tokenizer: Tokenizer of the teacher.
         data: The recipe's `data` section; with `chat_template: tokenizer` each model has its own template.
         teacher_kwargs: `teacher.chat_template_kwargs`; None for those of the data that the teacher's template reads.
 
