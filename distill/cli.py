@@ -55,9 +55,8 @@ from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, has_begun, run_folder, runs_folder
 from distill.core.heartbeat import announced_refusal
 from distill.core.interrupts import RunStopped
-from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
-from distill.core.startup import paused_collection
+from distill.core.startup import paused_collection, silence_libraries
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases

@@ -99,11 +99,10 @@ def _entries(found: list[Setting]) -> str:
 
 
 def _facts(setting: Setting) -> str:
-    """Return the line of type, default, version and the names in other tools."""
+    """Return the line of type, default and the names in other tools."""
     facts = [f"Type: {setting.type.replace(' | ', ', ')}"]
     facts += [f"default: `{setting.default}`"] if setting.default and setting.default != "required" else []
     facts += ["required"] if setting.default == "required" else []
-    facts += [f"since {setting.since}"]
     facts += [f"{tool}: `{name}`" for tool, name in setting.elsewhere.items()]
     return "; ".join(facts)
 

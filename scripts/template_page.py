@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from distill.data.chat import ChatOptions, TemplateError
-from distill.data.sources import RowFault
+from distill.data.chat import ChatOptions
+from distill.data.rendering import TemplateError
+from distill.data.rows import RowFault
 from scripts.public_templates import TRL, chat_template, originals
 
 QUESTION = {"role": "user", "content": "How is it?"}

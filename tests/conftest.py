@@ -118,7 +118,6 @@ LONGEST = (
     "test_quantised_export.py",
     "test_invariants_runs.py",
     "test_stages.py",
-    "test_hostile_tokenizers.py",
     "test_rollouts_doctor.py",
     "test_server_teacher.py",
     "test_server_vllm.py",

@@ -46,7 +46,6 @@ class Loaded(NamedTuple):
         keep: the store's plan, which has noted the rows as the teacher reads them.
         backend: the teacher without other rows.
         context: device, dtypes and placement that it was opened with.
-        vocabulary: Tokenizers of the recipe.
         head: LM head of the backend; None where a server sends K tokens.
         student_transform: scale and soft cap of the student's logits.
         is_ready: Whether both models are already patched and the teacher is quantised.
@@ -97,9 +96,6 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     Args:
         batch_size: rows given to the teacher at once, by which several GPUs choose copies or shards of it; None for
             the recipe's.
-
-    Raises:
-        ValueError: as `distill run` would say.
     """
     recipe = recipe_to_store(recipe)
     device = resolve_device(recipe.train)

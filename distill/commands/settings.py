@@ -51,7 +51,6 @@ def settings(
             lines = {
                 "type": setting.type,
                 "default": setting.default,
-                "since": setting.since,
                 "also": ", ".join(f"{name} in {tool}" for tool, name in setting.elsewhere.items()),
             }
             console.print_lines(("\n" if number else "") + setting.name)

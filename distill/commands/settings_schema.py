@@ -1,7 +1,6 @@
 """Settings of a recipe from its schema (type, default, description), and the JSON schema for editors.
 
-A field's description stands in its section's docstring under `Attributes:`. The shipped schema file records the version
-that added each field (`x-since`); a field that is not in it yet was added by this version.
+A field's description stands in its section's docstring under `Attributes:`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from distill import __version__
 from distill.core.errors import Section, did_you_mean
 from distill.recipe import Recipe
 from distill.recipe.aliases import answer_of, names_elsewhere
 from distill.recipe.fields import Usual
 from distill.recipe.renamed import RENAMED
-from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -37,8 +33,6 @@ class Setting(NamedTuple):
         name: Path of the setting, as in overrides; `[]` follows a list.
         type: Accepted values.
         default: Default as YAML; `required` where there is none, empty for a section.
-        meaning: Description.
-        since: First version that has it.
         elsewhere: Name of the setting in other tools, by tool.
     """
 
@@ -46,7 +40,6 @@ class Setting(NamedTuple):
     type: str
     default: str
     meaning: str
-    since: str
     elsewhere: dict[str, str]
 
 
@@ -65,7 +58,7 @@ def settings() -> list[Setting]:
             kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
             default = other.default if default == "required" else default
         meaning = other.meaning if other is not None and other.meaning else node["description"]
-        found[name] = Setting(name, kind, default, meaning, node["x-since"], elsewhere.get(name, {}))
+        found[name] = Setting(name, kind, default, meaning, elsewhere.get(name, {}))
     return list(found.values())
 
 
@@ -131,10 +124,9 @@ def _setting(name: str, paths: Mapping[str, Setting]) -> Setting | None:
     return paths.get(name)
 
 
-def json_schema(committed: Path | None = None) -> Node:
-    """Return the recipe's JSON schema (draft 2020-12), for editors; the `committed` one's fields keep their version."""
+def json_schema() -> Node:
+    """Return the recipe's JSON schema (draft 2020-12), for editors."""
     schema = Recipe.model_json_schema()
-    since = _since(committed or shipped_folder() / SCHEMA_FILE)
     sections = dict(_sections(Section))
     for name, part in _parts(schema):
         section = sections[name]
@@ -143,7 +135,6 @@ def json_schema(committed: Path | None = None) -> Node:
         for key, node in part["properties"].items():
             usual = Usual.of(section.model_fields[key])
             node["description"] = texts.get(key, "") + (f" In use: {usual}." if usual else "")
-            node["x-since"] = since.get(f"{name}.{key}", __version__)
             node.pop("title", None)
             factory = section.model_fields[key].default_factory
             if factory is not None:
@@ -179,15 +170,6 @@ def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     for one in section.__subclasses__():
         yield one.__name__, one
         yield from _sections(one)
-
-
-def _since(path: Path) -> dict[str, str]:
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if not text:  # `distill schema > FILE` truncates the file before this reads it
-        return {}
-    schema = json.loads(text)
-    fields = ((name, key, node) for name, part in _parts(schema) for key, node in part["properties"].items())
-    return {f"{name}.{key}": node["x-since"] for name, key, node in fields}
 
 
 def _parts(schema: Node) -> list[tuple[str, Node]]:

@@ -113,7 +113,6 @@ def spinner(what: str, total: int | None = None) -> Iterator[None]:
     A terminal shows a line that disappears at the end. Ranks other than 0 show nothing.
 
     Args:
-        what: Name of the activity.
         total: Number of things to do; None where it is not known.
     """
     if os.environ.get("RANK", "0") != "0":

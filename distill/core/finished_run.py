@@ -6,15 +6,12 @@ The checksums of the student's files are in result.json, whose own checksum is i
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from distill.core.errors import first_line, quote
 from distill.core.folders import RESULT_FILE
 from distill.core.manifest import entry_mismatch, first_damaged_file
-
-log = logging.getLogger(__name__)
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -47,8 +44,7 @@ def finished_result(folder: Path) -> dict[str, Any] | None:
 def student_error(folder: Path) -> str | None:
     """Return how the student of a run differs from the one that was saved, in words; None where it does not.
 
-    None too for a run without result.json, whose student has no checksums; and for one of before there were any, with a
-    warning.
+    None too for a run without result.json, whose student has no checksums.
     """
     path = folder / RESULT_FILE
     if not path.is_file():
@@ -58,18 +54,13 @@ def student_error(folder: Path) -> str | None:
     except ValueError as error:
         return str(error)
     if "files" not in result:
-        log.warning("%s: expected files, the checksums of the student's files, got none; it is not verified", path)
-        return None
+        return f"{RESULT_FILE} is damaged: it has no checksums of the student's files"
     error_of_files = first_damaged_file(folder / "student", result["files"])
     return None if error_of_files is None else f"student: {error_of_files}"
 
 
 def require_finished_student(folder: Path) -> None:
-    """Check that the student of a finished run, which another stage starts from, has the bytes that were written.
-
-    Raises:
-        ValueError: A file of it is damaged or missing, or result.json, which has the checksums, is.
-    """
+    """Check that the student of a finished run, which another stage starts from, has the bytes that were written."""
     error = f"{RESULT_FILE} is damaged" if finished_result(folder) is None else student_error(folder)
     if error is not None:
         raise ValueError(

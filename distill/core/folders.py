@@ -39,7 +39,6 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
 
     Args:
         recipe_name: The recipe's `name`, used where `name` is None.
-        name: value of `--name`.
         resume: Return the folder of an existing run: that of `name`, else the latest of the recipe.
 
     Raises:
@@ -66,11 +65,7 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
 
 
 def check_folder(folder: Path, field: str) -> None:
-    """Check that a folder exists or can be made.
-
-    Raises:
-        RecipeError: It or one of its parents is a file or a dangling link; names `field`.
-    """
+    """Check that a folder exists or can be made."""
     for place in (folder, *folder.parents):
         if place.is_dir():
             return

@@ -16,7 +16,6 @@ def hash_imported_files(file: Path, code: bytes) -> dict[str, str]:
 
     Args:
         file: Path of the file; its folder is where imports are looked up.
-        code: Content of the file.
 
     Returns:
         Hashes by path relative to the folder, with slashes, in their order.

@@ -120,11 +120,7 @@ def first_damaged_file(folder: Path, files: object) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
-    """Return the manifest of a folder; None where there is none.
-
-    Raises:
-        ValueError: It is not a JSON object.
-    """
+    """Return the manifest of a folder; None where there is none."""
     try:
         value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -106,11 +106,7 @@ class RunLock:
             raise RunError(f"{self.folder}: another process has begun to write there{_who(_read(self._handle))}")
 
     def check(self) -> None:
-        """Check that the folder is the one that was locked.
-
-        Raises:
-            RunError: It was deleted or moved.
-        """
+        """Check that the folder is the one that was locked."""
         if self._handle is None:
             return
         ours = os.fstat(self._handle)

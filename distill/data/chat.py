@@ -16,30 +16,12 @@ from distill.data import template_coverage
 from distill.data.assistant_turns import RenderedChat, Turns
 from distill.data.known_columns import TRAINED
 from distill.data.messages import MessageAdapter, content_of, is_trained, untrained_ranges, without_reasoning
-from distill.data.rendering import FROZEN_DAY, Message, Renderer, TemplateError, TextSpan, Tools, freeze_date
+from distill.data.rendering import Message, Renderer, Tools
 from distill.data.rows import RowFault
 from distill.data.trained_parts import without_untrained
 
 if TYPE_CHECKING:
     from distill.recipe import Data
-
-__all__ = [
-    "FROZEN_DAY",
-    "ChatOptions",
-    "ChatTemplate",
-    "Message",
-    "RenderedChat",
-    "TemplateError",
-    "TextSpan",
-    "Tools",
-    "TrainingChat",
-    "freeze_date",
-    "load_template",
-    "template_kwargs_of",
-    "template_of",
-    "with_template",
-    "with_template_kwargs",
-]
 
 TrainOn = Literal["all", "each", "last"]
 TOOL_USE = "tool_use"  # the named template that transformers takes for conversations with tools
@@ -84,7 +66,6 @@ class ChatTemplate(Renderer):
     closing tokens) is found out for each variant.
 
     Attributes:
-        name: Name for error messages.
         adapter: Converts messages to the layout that the template renders completely.
         tool_use: Template of conversations with tools; None where it is this one.
     """
@@ -102,7 +83,6 @@ class ChatTemplate(Renderer):
 
         Args:
             tokenizer: Tokenizer whose special tokens it writes.
-            name: Name for error messages.
             kwargs: Variables that the template reads beside messages and tools.
             tool_use: Text of the template of conversations with tools; None for the same.
 
@@ -345,7 +325,6 @@ def load_template(
     one, conversations and pairs are refused, as there.
 
     Args:
-        choice: The recipe's `data.chat_template`.
         tokenizer: Tokenizer whose special tokens the template writes.
         name: Name of a tokenizer's template in error messages; a file's template is named by its file.
         kwargs: Variables that the template reads beside messages and tools.
@@ -374,9 +353,6 @@ def with_template(tokenizer: Any, data: Data) -> Any:
     """Return the tokenizer with the chat template of a recipe's `data`, if that is a file, and its keyword arguments.
 
     Both are saved with the tokenizer, so that a student generates after the prompts that it was trained on.
-
-    Raises:
-        ValueError: The file does not exist.
     """
     if data.chat_template not in ("tokenizer", "none"):
         tokenizer.chat_template = _file(data.chat_template)

@@ -41,7 +41,6 @@ class Collator:
     which no token predicts. No random numbers are used, so a resumed run gets the same batches.
 
     Attributes:
-        pad_token_id: Token id of padding.
         pad_to_multiple_of: Round the batch's length up to a multiple of this.
         padding_side: Side of padding; the loss does not depend on it.
         omit_plain_positions: Omit `position_ids` where every row is one document and padding is on the right: causal

@@ -19,8 +19,8 @@ from distill.core import console
 from distill.core.errors import RunError
 from distill.data.packing import Documents, Ragged
 from distill.data.row_counts import RowCounts
-from distill.data.rows import row_size
-from distill.data.sources import DataSource, RawRow, RowFault
+from distill.data.rows import RawRow, RowFault, row_size
+from distill.data.sources import DataSource
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import RowBatch, RowEncoder, TokenisedDocument
 
@@ -66,11 +66,7 @@ def tokenise_documents(
 
 
 def gather_documents(documents: Sequence[TokenisedDocument], names: Mapping[str, tuple[str, ...]]) -> Documents:
-    """Return documents in memory, as `tokenise_documents` returns those of a whole source.
-
-    Args:
-        names: Columns of the encoder.
-    """
+    """Return documents in memory, as `tokenise_documents` returns those of a whole source."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for document in documents:
         for name, values in document.columns().items():

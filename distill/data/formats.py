@@ -28,17 +28,6 @@ from distill.data.known_columns import (
 from distill.data.row_reader import ConversationSample, RowReader, Unread
 from distill.data.rows import RawRow, RowFault
 
-__all__ = [
-    "ConversationSample",
-    "FieldMap",
-    "RowFormat",
-    "Unread",
-    "columns_beside",
-    "detect",
-    "prompt_columns",
-    "with_columns_beside",
-]
-
 MOST_LAYOUTS = 1024  # different sets of columns in the rows of one source that are remembered
 MAIN = {"text", "prompt", "completion", "messages", "rendered"}  # roles that a format is made of; others are beside it
 
@@ -145,7 +134,6 @@ def detect(
     """Determine the format of rows.
 
     Args:
-        columns: Columns of the data.
         fields: The recipe's `data.fields`; columns that it names must exist.
         format: The recipe's `data.format`; `auto` decides by mapped fields, then by column names.
         source: Name of the data, for error messages.
@@ -206,12 +194,7 @@ def with_columns_beside(format: RowFormat, columns: Sequence[str], fields: Field
 
 
 def columns_beside(format: RowFormat, columns: Iterable[str]) -> dict[str, str]:
-    """Return the columns that are read beside those of the prompt, the completion or the messages, by their roles.
-
-    Args:
-        format: Format with the columns that are known already.
-        columns: Columns of the data, or of a row.
-    """
+    """Return the columns that are read beside those of the prompt, the completion or the messages, by their roles."""
     main = format.columns
     found = dict[str, str]()
     there = [name for name in columns if name not in format.ignored and name not in main.values()]
@@ -235,11 +218,7 @@ def _is_read(known: Known, format: RowFormat) -> bool:
 
 
 def _mapped_beside(format: RowFormat, columns: Collection[str], fields: FieldMap) -> dict[str, str]:
-    """Return the columns that the recipe maps beside those of the prompt, the completion or the messages.
-
-    Raises:
-        ValueError: One is missing, or cannot be read in rows of this format.
-    """
+    """Return the columns that the recipe maps beside those of the prompt, the completion or the messages."""
     found = {}
     for known in COLUMNS:
         name = getattr(fields, known.role, None)

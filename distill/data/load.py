@@ -58,7 +58,6 @@ class Splits(NamedTuple):
     Attributes:
         train: Training rows, shuffled; for several sources all rows of each.
         validation: Held-out rows, from documents that are in no row of `train`.
-        report: Report of the data.
         mix: Number of rows of each source in an epoch; None for a single source.
         sets: Rows of each further held-out set, by name.
         stream: What is trained on with `data.streaming`: `train` then holds its first rows, which the report is of.
@@ -322,11 +321,7 @@ def require_words_are_read(counts: RowCounts, format: RowFormat, name: str, fiel
     """Raise if a column that carries words of the conversation is not read.
 
     Args:
-        name: Name of the source.
         field: The recipe's field that names columns.
-
-    Raises:
-        ValueError: naming the columns, their rows, and the settings.
     """
     if not counts.unread_words:
         return

@@ -29,7 +29,6 @@ class MessageContent(NamedTuple):
     """Content of an assistant's message.
 
     Attributes:
-        answer: Text of the response.
         thought: Reasoning, from a field or from the text before the answer.
         calls: Tool calls, each a mapping with `name` and `arguments`.
     """

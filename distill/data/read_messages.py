@@ -117,11 +117,6 @@ def read_tools(value: Any, column: str, *, adds_nulls: bool = False) -> Tools:
 
 
 def parsed_json(text: str, column: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        RowFault: It is none.
-    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,12 +1,13 @@
-"""Readers of data files, one per file type, that hold only a few rows in memory.
+"""Readers of data files, one per file type; all but that of JSON lists hold only a few rows in memory.
 
 A row that cannot be read is yielded as a `RowFault`: one bad line never ends the reading of a file, and is counted. A
-fault of the whole file is a `ValueError` of one line. A small file may unpack to a very large one: lines, rows and
-items longer than `MOST_BYTES` are refused.
+fault of the whole file is a `ValueError` of one line. A small file may unpack to a very large one: lines longer than
+`MOST_BYTES` are refused. Parquet and Arrow files are read by pyarrow, a batch of rows at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import itertools
@@ -14,18 +15,19 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from distill.data.rows import MOST_BYTES, TOO_LONG, RawRow, RowFault, Rows
+from distill.core.errors import first_line
+from distill.data.rows import MOST_BYTES, TOO_LONG, RawRow, RowFault, Rows, TableRow
 
 MOST_SKIPPED = 1 << 30  # characters of a too long line after which the rest of its file is not read
 CHUNK = 1 << 20
+TABLE_ROWS = 1024  # largest number of rows in a batch of a parquet file
 TEXT_PART = MOST_BYTES // 4  # characters, of at most four bytes each
 BAD_BYTE = re.compile("[\udc80-\udcff]")  # errors="surrogateescape" maps bytes that are not UTF-8 to these
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
-_SPACE = re.compile(r"[ \t\n\r\ufeff]*")
 
 
 def kind_of_file(path: Path) -> str:
@@ -95,8 +97,8 @@ def _wide_encoding(file: BinaryIO) -> str | None:
     return None
 
 
-def _is_long(text: str, most: int = MOST_BYTES) -> bool:
-    return len(text) > most // 4 and len(text.encode("utf-8", "surrogateescape")) > most
+def _is_long(text: str) -> bool:
+    return len(text) > MOST_BYTES // 4 and len(text.encode("utf-8", "surrogateescape")) > MOST_BYTES
 
 
 def _lines(file: TextIO, name: str) -> Iterator[tuple[str, str | None]]:
@@ -141,88 +143,29 @@ def _parsed(line: str, where: str) -> RawRow | RowFault:
 
 
 def _read_json(path: Path) -> Rows:
-    """Yield the rows of a JSON list of objects, an object that holds one such list, or one object per line."""
-    with _open(path) as file:
-        text = file.read(CHUNK)
-        while text and not (text := text[_SPACE.match(text).end() :]):  # type: ignore[union-attr]
-            text = file.read(CHUNK)
-        if text.startswith("["):
-            items = _items(file, text[1:])
-        else:
-            text += file.read(MOST_BYTES + 1 - len(text))
-            # a .json file may hold one object per line: its first line is then an object by itself
-            first = text.split("\n", 1)[0].strip()
-            try:
-                content = None if _is_long(text) else json.loads(text)
-            except (ValueError, RecursionError) as error:
-                if first.startswith("{") and first.endswith("}"):
-                    yield from _read_lines(path)
-                    return
-                raise ValueError(f"is not valid JSON: {error}") from error
-            if content is None and text:
-                if first.startswith("{") and first.endswith("}"):
-                    yield from _read_lines(path)
-                    return
-                raise ValueError(f"holds no list: {TOO_LONG} of JSON without one; write one object per line (.jsonl)")
-            if not isinstance(content, dict):
-                raise ValueError(f"is no list: expected a list of objects; got {type(content).__name__}")
-            lists = [value for value in content.values() if isinstance(value, list)]
-            items = iter(lists[0] if len(lists) == 1 else [content])
-        for place, row in enumerate(items, 1):
-            fault = RowFault("not a JSON object", f"{path.name}, item {place}: {row!r:.60}")
-            yield row if isinstance(row, dict) else fault
+    """Yield the rows of a JSON list of objects, an object that holds one such list, or one object per line.
 
-
-def _items(file: TextIO, text: str) -> Iterator[Any]:
-    """Yield the items of a JSON list, one in memory at a time; `text` was read after its bracket.
-
-    Raises:
-        ValueError: It is not valid JSON, or an item is too long.
+    The whole file is in memory; large data have one object per line (.jsonl).
     """
-    decoder = json.JSONDecoder()
-    at = 0
-    count = 0
-
-    def more() -> bool:
-        nonlocal text, at
-        new = file.read(max(CHUNK, len(text) - at))  # doubling: an item is parsed only a few times
-        text = text[at:] + new
-        at = 0
-        return bool(new)
-
-    def next_character() -> str:
-        nonlocal at
-        while (at := _SPACE.match(text, at).end()) == len(text):  # type: ignore[union-attr]
-            if not more():
-                raise ValueError(f"is not valid JSON: it ends within the list, after item {count}")
-        return text[at]
-
-    while next_character() != "]":
-        try:
-            item, end = decoder.raw_decode(text, at)
-            complete = end < len(text) or not more()
-        except (ValueError, RecursionError) as error:
-            if _is_long(text[at:]):
-                raise ValueError(f"is not usable: item {count + 1}: {TOO_LONG} an item") from error
-            if not more():
-                raise ValueError(f"is not valid JSON: item {count + 1}: {error}") from error
-            continue
-        if not complete:  # a number may continue
-            continue
-        at = end
-        count = count + 1
-        yield item
-        if next_character() not in ",]":
-            raise ValueError(f"is not valid JSON: expected , or ] after item {count}, got {text[at]!r}")
-        if text[at] == ",":
-            at += 1
-            if next_character() == "]":
-                raise ValueError(f"is not valid JSON: expected an item after the comma after item {count}")
-    rest = text[at + 1 :]
-    while rest or (rest := file.read(CHUNK)):
-        rest = rest[_SPACE.match(rest).end() :]  # type: ignore[union-attr]
-        if rest:
-            raise ValueError(f"is not valid JSON: {rest[0]!r} after the end of the list")
+    with _open(path) as file:
+        text = file.read()
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # a .json file may hold one object per line: its first line is then an object by itself
+        first = text.lstrip().split("\n", 1)[0].strip()
+        if first.startswith("{") and first.endswith("}"):
+            yield from _read_lines(path)
+            return
+        raise ValueError(f"is not valid JSON: {error}") from error
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        content = lists[0] if len(lists) == 1 else [content]
+    if not isinstance(content, list):
+        raise ValueError(f"is no list: expected a list of objects; got {type(content).__name__}")
+    for place, row in enumerate(content, 1):
+        fault = RowFault("not a JSON object", f"{path.name}, item {place}: {row!r:.60}")
+        yield row if isinstance(row, dict) else fault
 
 
 def _read_csv(path: Path) -> Rows:
@@ -293,10 +236,51 @@ def _part_of_text(text: str, name: str) -> RawRow | RowFault:
     return {"text": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text}
 
 
-def _read_table(path: Path) -> Rows:
-    from distill.data.tables import read_arrow, read_parquet
+def _read_parquet(path: Path) -> Rows:
+    from pyarrow import parquet  # 0.3 s
 
-    return read_parquet(path) if kind_of_file(path) == ".parquet" else read_arrow(path)
+    with _opening("parquet"):
+        file = parquet.ParquetFile(path)
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        # bytes a row in the widest row group: of wide rows a batch has fewer
+        widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    with file:
+        yield from _rows_of(file.iter_batches(min(TABLE_ROWS, max(1, MOST_BYTES // max(widest, 1)))))
+
+
+def _read_arrow(path: Path) -> Rows:
+    """Yield the rows of an Arrow stream, as the datasets library writes it, or of an Arrow file."""
+    from pyarrow import ArrowInvalid, ipc, memory_map  # 0.3 s
+
+    with _opening("arrow"):
+        file = memory_map(str(path))
+    with file:
+        with _opening("arrow"):
+            try:
+                batches: Iterable[Any] = ipc.open_stream(file)
+            except ArrowInvalid:
+                reader = ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+        yield from _rows_of(batches)
+
+
+def _rows_of(batches: Iterable[Any]) -> Rows:
+    """Yield the rows of a table's record batches, validated: wrong offsets would read outside of the buffers."""
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            yield from map(TableRow, batch.to_pylist())
+    except (ValueError, NotImplementedError) as error:  # base classes of Arrow's errors
+        raise EOFError(first_line(error).rstrip(".")) from error
+
+
+@contextlib.contextmanager
+def _opening(kind: str) -> Iterator[None]:
+    """Raise a ValueError for a file that is no table at all, unlike one that breaks off."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot be read as {kind}: {first_line(error).rstrip('.')}") from error
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
@@ -306,6 +290,6 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".txt": _read_text,
-    ".parquet": _read_table,
-    ".arrow": _read_table,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }

@@ -176,7 +176,6 @@ def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, da
 
     Args:
         template: Jinja text that may call `strftime_now("FORMAT")`.
-        day: Day to write.
 
     Returns:
         The template, and the day if it was used.

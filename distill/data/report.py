@@ -22,12 +22,8 @@ class DataReport(RowCounts):
     """Report of the data that were read.
 
     Attributes:
-        source: Name of the data.
-        digest: Hash of its content.
-        format: Detected format of the rows.
         max_length: Maximum tokens in a row.
         documents: Number of pieces of text, chats and pairs to train on.
-        tokens: Number of tokens in the documents.
         teacher_tokens: Number of tokens in the teacher's input, where that differs.
         trained_tokens: Trained tokens among `tokens`.
         longest: Tokens of the longest document in the student's input.

@@ -14,7 +14,8 @@ from distill.data.rows import RowFault
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distill.data.chat import Message, TrainingChat
+    from distill.data.chat import TrainingChat
+    from distill.data.rendering import Message
     from distill.data.row_reader import Unread
 
 MOST_ROLES = 20
@@ -26,8 +27,6 @@ class RowCounts:
     """Counts of rows.
 
     Attributes:
-        rows_read: Number of rows read, usable or not.
-        dropped: Number of dropped rows by reason.
         examples: First dropped row by reason.
         truncated: Number of chats and pairs truncated at `max_length`.
         left_out: Number of turns (with one example per turn) whose prompts leave no room within `max_length`.

@@ -34,8 +34,6 @@ class ConversationSample(NamedTuple):
     """Document before tokenisation.
 
     Attributes:
-        text: Running text, or None.
-        messages: Chat, or None.
         prompt: Prompt of a pair, masked from the loss, before `text`.
         tools: JSON schemas of the tools available in a chat.
         first_trained: Index of the first message that may be trained on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-MOST_BYTES = 64 << 20  # limit of a line, of an item of a JSON list, of a JSON file without a list
+MOST_BYTES = 64 << 20  # limit of a line
 TOO_LONG = f"expected at most {MOST_BYTES >> 20} MiB"
 
 

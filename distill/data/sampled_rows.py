@@ -40,7 +40,6 @@ class SampledIds(NamedTuple):
     """Token ids of an answer and of the prompt before it.
 
     Attributes:
-        prompt: Ids of the prompt.
         completion: Ids of the answer, with the token that ended it unless it was cut off.
         vocabulary: Hash of the vocabulary that they are of (`vocabulary_hash`).
         same_text: The row's text leads back to these ids.

@@ -21,19 +21,7 @@ from typing import Any, BinaryIO
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
-from distill.data.rows import RawRow, RowFault, Rows, TableRow
-
-__all__ = [
-    "STDLIB",
-    "DataSource",
-    "RawRow",
-    "RowFault",
-    "Rows",
-    "local_path",
-    "missing_file",
-    "open_source",
-    "prompt_lines",
-]
+from distill.data.rows import RowFault, Rows, TableRow
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +52,6 @@ class DataSource:
     """Rows and their identity.
 
     Attributes:
-        name: Display name.
         digest: Hash of the content; sources with equal digests have equal rows.
         rows: Function that reads the rows from the start.
         columns: Columns, where the source declares them.

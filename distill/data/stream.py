@@ -44,7 +44,6 @@ class Place(NamedTuple):
     Attributes:
         epoch: Number of times that the source was read to its end before.
         shard: Index of the file, or of another part that can be opened alone.
-        row: Index of the row there.
         number: Index of the row in the whole source.
     """
 
@@ -87,7 +86,6 @@ class Layout(NamedTuple):
         capacity: Tokens of a row.
         answer_room: Tokens that the last response of a document may have, in rollouts; 0 without.
         shuffle_buffer: Documents that are shuffled together; 0 keeps the order of the source.
-        seed: Seed of the order.
     """
 
     packing: bool
@@ -126,7 +124,6 @@ class RowStream(NamedTuple):
     """Training data that are streamed.
 
     Attributes:
-        sources: The sources.
         layout: How documents are put into rows.
         held_out: Hashes of the texts that are held out, which are not trained on.
         workers: Number of processes that tokenise ahead; 0 tokenises when rows are needed.

@@ -24,8 +24,6 @@ def field_settings(columns: Sequence[str], format: str, row: Shown) -> str:
     """Return settings under `data.fields` that fit unrecognised columns.
 
     Args:
-        columns: Names of the columns.
-        format: The recipe's `data.format`.
         row: One row, to distinguish chats and texts from numbers; empty where none can be read.
 
     Returns:

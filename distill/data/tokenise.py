@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TextSpan, TrainingChat
+from distill.data.assistant_turns import RenderedChat
+from distill.data.chat import ChatOptions, ChatTemplate, TrainingChat
+from distill.data.rendering import TextSpan
 from distill.data.row_counts import RowCounts
 from distill.data.rows import RawRow, RowFault
 from distill.data.sampled_rows import TRUNCATED, sampled_ids, vocabulary_hash
 from distill.data.token_cache import tokenizer_hash
 
 if TYPE_CHECKING:
-    from distill.data.formats import ConversationSample, RowFormat
+    from distill.data.formats import RowFormat
+    from distill.data.row_reader import ConversationSample
 
 BLOCK = 1 << 16  # characters per text for the tokenizer: some take quadratic time over one long word
 CALL = 1 << 19  # characters per call of the tokenizer, whose result takes some 200 bytes per token
@@ -77,8 +80,6 @@ class MaskedText(NamedTuple):
     """Text of which some ranges are trained on.
 
     Attributes:
-        number: Index of its row.
-        text: The whole text.
         spans: Character ranges to train on.
         templated: Whether a chat template has written it, including begin and end tokens.
         origin: Hash of the text, or of the conversation that it is a part of.
@@ -118,7 +119,6 @@ class RowEncoder:
     """Encoder of batches of rows to documents; it holds all settings and can be sent to another process.
 
     Attributes:
-        format: Format of the rows.
         columns: Columns of a document; for columns of indices, the columns that successive entries index, else ().
     """
 

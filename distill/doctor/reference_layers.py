@@ -32,7 +32,6 @@ def layer_loss(
     Args:
         student: Causal language model, which may have a projection (`layer_projections`).
         batch: `input_ids`, `labels`, `position_ids` [B, S].
-        dtype: Dtype in which distances are computed.
     """
     keep = shift_left(batch["labels"]) != IGNORE_INDEX
     own = _states(student, batch)

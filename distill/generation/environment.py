@@ -26,7 +26,7 @@ from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 from distill.data.chat import ChatTemplate
 from distill.data.known_columns import TEMPLATE_KWARGS
 from distill.data.row_reader import template_kwargs
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 from distill.generation.documents import RolloutDocument
 from distill.generation.function_calls import Call, FunctionInput, UserFunction
 from distill.generation.sampling import derived_seed

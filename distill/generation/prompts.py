@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.chat import ChatTemplate, template_kwargs_of
-from distill.data.formats import ConversationSample, FieldMap, RowFormat, with_columns_beside
+from distill.data.formats import FieldMap, RowFormat, with_columns_beside
 from distill.data.known_columns import CHAT_COLUMNS, PAIR_COLUMNS, TEMPLATE_KWARGS
 from distill.data.load import require_words_are_read
 from distill.data.row_counts import RowCounts
+from distill.data.row_reader import ConversationSample
+from distill.data.rows import RawRow, RowFault
 from distill.data.sampled_rows import MESSAGE
-from distill.data.sources import RawRow, RowFault, open_source, prompt_lines
+from distill.data.sources import open_source, prompt_lines
 from distill.data.tokenise import tokens_before_text
 
 Turn = dict[str, str]  # of a chat: role and content

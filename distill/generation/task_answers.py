@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
-from distill.data.sources import RowFault, open_source
+from distill.data.rows import RowFault
+from distill.data.sources import open_source
 from distill.recipe.evaluation import Task
 
 # the last ones as in OpenBookQA (Mihaylov et al., 2018) and HellaSwag (Zellers et al., 2019)

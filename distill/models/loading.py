@@ -32,7 +32,6 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import atomic_folder
-from distill.core.tokenizer_limits import check_tokenizer_limits
 from distill.models.adapters import add_lora, load_and_merge, load_beside, merged, save_adapter
 from distill.models.dtypes import quantised_weights
 from distill.models.layers import layer_count, layer_indices
@@ -90,8 +89,6 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
         raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
     source = resolve_tokenizer_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
-    if not source.gguf_file:
-        check_tokenizer_limits(_folder_of(source, section), spec, f"{field}.model")
     with loading(spec, source, f"{field}.model"), tokenizer_place(source) as place:
         tokenizer = AutoTokenizer.from_pretrained(place, **arguments)
         tokenizer.name_or_path = source.location
@@ -110,21 +107,6 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
             raise ValueError(f"{field}.model: expected a padding or end-of-text token in {spec}'s tokenizer, got none")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _folder_of(source: ModelFiles, section: ModelSection) -> Path:
-    """Return the folder of a model's tokenizer; that of the hub is fetched."""
-    if source.local:
-        return Path(source.location)
-    file = cached_file(
-        source.location,
-        "tokenizer.json",
-        revision=section.revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return Path(file).parent if file is not None else Path(source.location)
 
 
 def teacher_seed(section: ModelSection) -> int:

@@ -124,7 +124,6 @@ def shards_for_queries(
     They load a teacher of `teacher.dtype: fp8` in 16 bits.
 
     Args:
-        recipe, device, world, batch_size: See `plan_caching`.
         cached_tokens: tokens in the KV cache, where the teacher generates.
         alone: no student is loaded.
     """

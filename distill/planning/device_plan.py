@@ -23,8 +23,6 @@ class DevicePlan(NamedTuple):
 
     Attributes:
         precision: dtypes of both models.
-        device: properties of each device.
-        world: number of devices that train.
         longest: tokens of the data's longest document; 0 where they have not been read.
     """
 

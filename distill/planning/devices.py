@@ -53,11 +53,7 @@ def device_here(device: torch.device) -> Device:
 
 
 def find_device(name: str | None) -> Device:
-    """Return the device called `name`: a GPU's name, a size such as 24GB, or `cpu`; None for this machine's.
-
-    Raises:
-        RecipeError: unknown.
-    """
+    """Return the device called `name`: a GPU's name, a size such as 24GB, or `cpu`; None for this machine's."""
     if name is None and torch.cuda.is_available():
         return device_here(torch.device("cuda", 0))
     if name is None or name.lower() == "cpu":

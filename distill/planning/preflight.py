@@ -45,9 +45,10 @@ from distill.planning.memory import Memory, step_memory
 from distill.planning.placement import place, teacher_server_memory
 from distill.planning.run_plan import plan_run
 from distill.planning.step_time import RolloutEstimate, StepTokens, estimate_rollouts, step_time
-from distill.planning.steps import FUSED, missing_packages, require_arguments, small_data_warnings, tokens_per_step
+from distill.planning.steps import FUSED, missing_packages, require_arguments, small_data_warnings
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
+from distill.recipe.resume_policy import tokens_of_step
 from distill.recipe.unusual_values import unusual_settings
 from distill.teachers.base import TeacherPlan
 from distill.teachers.opening import length_problem, loading_problems
@@ -64,10 +65,8 @@ class Preflight:
     Attributes:
         device, gpus, strategy: hardware and placement of the plan; `training` of the GPUs train, the others
             serve the teacher, each with `teacher_server_bytes` bytes of it.
-        teacher, student: sizes of the models.
         memory: Memory of one device in a training step.
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
-        steps, accumulation, tokens_per_step: Size of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
         rollouts: Rollouts of a step, whose seconds are included in the step's; None without on-policy data.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
@@ -140,7 +139,7 @@ def check_run(
         _combined_shape(source.shapes()),
         student.shape,
         plan.accumulation,
-        tokens_per_step(recipe.train, recipe.data, plan.world),
+        tokens_of_step(recipe, plan.world),
     )
     if recipe.student.compute == "fp8":
         report.notes.append(
@@ -436,11 +435,7 @@ def _estimate_disk(recipe: Recipe, student: ModelSizes, precision: Precision, re
 def check_stages(
     recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True
 ) -> list[tuple[str, Recipe, Preflight]]:
-    """Return name, recipe and report of each stage of a recipe; see `check_run`. Problems name the stage.
-
-    Raises:
-        ValueError: a setting that no run can have, in a stage that the message names.
-    """
+    """Return name, recipe and report of each stage of a recipe; see `check_run`. Problems name the stage."""
     found = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, recipe.name)

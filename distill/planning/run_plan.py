@@ -15,10 +15,10 @@ from distill.planning.steps import (
     accumulation_steps,
     data_rows_per_micro_batch,
     require_settings,
-    tokens_per_step,
     total_steps,
 )
 from distill.recipe import Recipe
+from distill.recipe.resume_policy import tokens_of_step
 
 
 class RunPlan(NamedTuple):
@@ -41,20 +41,12 @@ class RunPlan(NamedTuple):
 
 
 def plan_run(plan: DevicePlan, rows: int) -> RunPlan:
-    """Return the plan of a run over `rows` training rows on the devices of `plan`.
-
-    Raises:
-        ValueError: A step that is no whole number of micro-batches.
-    """
+    """Return the plan of a run over `rows` training rows on the devices of `plan`."""
     return _plan_steps(plan.recipe, rows, place(plan), plan.world)
 
 
 def plan_steps(recipe: Recipe, rows: int, placement: Placement = SINGLE_PROCESS) -> RunPlan:
-    """Return the plan of a run over `rows` training rows on the processes of this launch, for a known placement.
-
-    Raises:
-        ValueError: Settings that no run can have, see `require_settings`.
-    """
+    """Return the plan of a run over `rows` training rows on the processes of this launch, for a known placement."""
     world = world_size()
     require_settings(recipe.train, recipe.data, world)
     return _plan_steps(recipe, rows, placement, world)
@@ -66,4 +58,4 @@ def _plan_steps(recipe: Recipe, rows: int, placement: Placement, world: int) -> 
     accumulation = accumulation_steps(train, data, world)
     micro_rows = data_rows_per_micro_batch(train, data)
     steps = total_steps(train, data, rows, accumulation, world)
-    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens_per_step(train, data, world))
+    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens_of_step(recipe, world))

@@ -41,11 +41,6 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     return steps
 
 
-def tokens_per_step(train: Train, data: Data, world: int) -> int:
-    """Return the positions of one optimizer step over all devices."""
-    return train.batch_size * data.max_length * accumulation_steps(train, data, world) * world
-
-
 def require_settings(train: Train, data: Data, world: int) -> None:
     """Refuse settings of `train` that no run on so many processes can have.
 
@@ -90,7 +85,7 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
         return []
     train = recipe.train
     micro_rows = data_rows_per_micro_batch(recipe.train, recipe.data) * world
-    micro = train.batch_size * world * data.max_length
+    micro = micro_batch_tokens(train, recipe.data, world)
     steps = total_steps(train, recipe.data, data.rows, accumulation, world)
     faults = []
     cures = []

@@ -568,11 +568,7 @@ def conflicts(recipe: Sections) -> Iterator[str]:
 
 
 def require_command(recipe: Sections, command: str) -> None:
-    """Raise an error unless a command supports the recipe's teacher.
-
-    Raises:
-        ValueError: names the command, what it requires and what the recipe gives.
-    """
+    """Raise an error unless a command supports the recipe's teacher."""
     way_out = "; or name a teacher by --teacher" if command in ("eval", "eval --tasks", "generate") else ""
     for message in lacking(recipe, f"distill {command}", COMMANDS[command]):
         raise ValueError(message + way_out)

@@ -118,9 +118,6 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 
     Args:
         variables: Values by name; a column of the row that is None counts as absent.
-
-    Raises:
-        ValueError: The template failed.
     """
     from jinja2 import UndefinedError
 

@@ -36,7 +36,6 @@ class LayerTerm(Section):
         return self
 
     def with_layers(self, layers: Sequence[Sequence[int]] | Literal["auto"]) -> Self:
-        """Return this term over other layers."""
         pairs: Layers = "auto" if layers == "auto" else [list(map(int, pair)) for pair in layers]
         return self.model_copy(update={"layers": pairs})
 

@@ -284,7 +284,6 @@ class Schedule(Section):
         return self
 
     def at(self, step: int) -> float:
-        """Return the value in a step."""
         later = next((number for number, at in enumerate(self.steps) if at > step), len(self.steps))
         if later in (0, len(self.steps)):
             return self.values[later and later - 1]
@@ -523,14 +522,12 @@ class Loss(Section):
 
     @property
     def temperatures(self) -> TemperaturePair:
-        """The temperatures of both models."""
         if isinstance(self.temperature, TemperaturePair):
             return self.temperature
         return TemperaturePair(teacher=self.temperature, student=self.temperature)
 
     @property
     def temperature_text(self) -> str:
-        """The temperature as it is shown."""
         if isinstance(self.temperature, TemperaturePair):
             return f"{self.temperature.teacher:g} (teacher), {self.temperature.student:g} (student)"
         return f"{self.temperature:g}"

@@ -254,7 +254,6 @@ class Train(Section):
 
     @property
     def min_learning_rate(self) -> float:
-        """Return the learning rate that the schedule decays to."""
         if isinstance(self.min_lr, str):
             return self.learning_rate * float(self.min_lr.removesuffix("%")) / 100
         return self.min_lr or 0.0

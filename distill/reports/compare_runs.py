@@ -139,11 +139,7 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[RunGroup]:
 
 
 def require_results(runs: Sequence[ReportedRun]) -> None:
-    """Require different runs, each finished.
-
-    Raises:
-        ValueError: A run has no result yet, or is given twice.
-    """
+    """Require different runs, each finished."""
     names = [str(run.folder) for run in runs]
     if len(set(names)) < len(names):
         raise ValueError("runs: the same run was given twice")

@@ -71,7 +71,6 @@ class HeldOutTokens(NamedTuple):
     """Held-out documents, the positions that count, and the teacher's distribution there.
 
     Attributes:
-        documents: Token ids of each document.
         positions: Positions of each document whose next token counts, ascending.
         log_probs: The teacher's log-probabilities of the next token at all of these, fp32 [positions, V].
     """
@@ -86,7 +85,6 @@ class FileMetrics(NamedTuple):
 
     Attributes:
         kl: KL(teacher || file), nats per token.
-        bytes: Size of the file.
         tokens_per_second: Speed of greedy generation of one sequence.
     """
 

@@ -65,8 +65,6 @@ class Comparison(NamedTuple):
     """A figure of a run beside those of the reference.
 
     Attributes:
-        figure: Key of the figure.
-        value: The run's.
         mean, low, high: Of the reference: its mean, and where a further seed falls in 19 of 20 cases.
     """
 
@@ -110,18 +108,12 @@ def another_seed(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read_references() -> dict[str, ReferenceRow]:
-    """Return the reference rows by name."""
     content = json.loads(importlib.resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
     recipes = content["recipes"]
     return {name: ReferenceRow(**{**row, "recipe": recipes[row["recipe"]]}) for name, row in content["rows"].items()}
 
 
 def find_reference(name: str) -> ReferenceRow:
-    """Return a reference row.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
     rows = read_references()
     if name not in rows:
         raise ValueError(f"--reference: expected one of {', '.join(rows)}; got {name!r}")

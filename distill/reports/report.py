@@ -49,8 +49,6 @@ class ReportedRun(NamedTuple):
     """Content of a run's folder.
 
     Attributes:
-        recipe: Resolved recipe, YAML.
-        metrics: Rows of `metrics.jsonl`.
         before: Held-out metrics and samples from before training; empty before the first evaluation.
         result: Content of `result.json`; empty while the run is unfinished.
     """
@@ -104,11 +102,7 @@ class ReportedRun(NamedTuple):
 
 
 def find_run(argument: str | Path) -> Path:
-    """Return the folder of a run from its path or its name under `runs/`.
-
-    Raises:
-        RecipeError: There is no such run.
-    """
+    """Return the folder of a run from its path or its name under `runs/`."""
     for folder in (Path(argument), RUNS / argument):
         if (folder / RECIPE_FILE).is_file():
             return folder
@@ -118,11 +112,6 @@ def find_run(argument: str | Path) -> Path:
 
 
 def read_run(folder: Path) -> ReportedRun:
-    """Read a run, finished or not.
-
-    Raises:
-        RecipeError: One of its files is damaged.
-    """
     from distill.training.progress import read_metrics
 
     def read(name: str) -> dict[str, Any]:

@@ -40,7 +40,6 @@ class Measured(NamedTuple):
 
     Attributes:
         sets: Metrics on each named held-out set.
-        tasks: Accuracy in each task.
         teacher_tasks: Accuracy of the teacher in the tasks that it was asked; the first process alone has it.
         answers: Responses to the sample prompts, by model.
     """

@@ -86,10 +86,8 @@ def make_app(engine: ServingEngine, token: str | None, limits: RequestLimits) ->
     """Return the application, which starts the worker and ends it.
 
     Args:
-        engine: the teacher.
         token: bearer token of every request except /health; None for none (then only loopback host names are accepted,
             so that no web page in a local browser can send requests by DNS rebinding).
-        limits: limits of requests and queue.
     """
     worker = Worker(engine.answer, limits.budget, limits.waiting, engine.forwards)
     service = Service(engine, worker, limits, token)

@@ -72,14 +72,7 @@ class RequestOptions(NamedTuple):
     logits: bool = False
 
     def checked(self, rows: int) -> RequestOptions:
-        """Return validated options with the columns filled in.
-
-        Args:
-            rows: rows of the head.
-
-        Raises:
-            ProtocolError: naming the option.
-        """
+        """Return validated options with the columns filled in."""
         columns = self.columns or rows
         hidden = tuple(dtype for dtype in DTYPES if dtype != "float16")
         allowed = hidden if self.top_k is None else ("auto", "float16", "float32")
@@ -126,13 +119,11 @@ class ServingEngine:
 
     Args:
         teacher: teacher on its device, patched and quantised.
-        section: section of the recipe, for the identity.
         tokenizer: the teacher's; None where there is none.
         template: hash of the chat template that its data are made with; None without one.
         most_tokens: maximum number of tokens in one request.
 
     Attributes:
-        identity: identity of the teacher.
         files: configuration and tokenizer, from file name to text.
         forwards: number of forward passes at once: one.
         head: the head's weight and bias on the CPU.

@@ -13,9 +13,6 @@ class MemoryBudget:
 
     Args:
         most: the budget in bytes.
-
-    Attributes:
-        held: bytes held now.
     """
 
     def __init__(self, most: int) -> None:

@@ -51,7 +51,6 @@ def processes_of(recipe: Recipe, processes: int | None = None) -> int:
     """Return the number of processes to start `distill serve` in on this machine: one per GPU for a sharded teacher.
 
     Args:
-        recipe: recipe that names the teacher.
         processes: number that the user asks for; None for one per GPU.
 
     Raises:
@@ -82,7 +81,6 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Servi
     Where several processes call this, the teacher is sharded over them.
 
     Args:
-        recipe: recipe that names the teacher.
         most_tokens: maximum number of tokens in a request.
         budget: tokens of a forward pass of several requests.
 
@@ -119,11 +117,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Servi
 
 
 def read_token(path: Path | None) -> str | None:
-    """Return the token in a file, else in the environment; None where there is neither.
-
-    Raises:
-        ValueError: the file cannot be read, or the token is invalid.
-    """
+    """Return the token in a file, else in the environment; None where there is neither."""
     token = token_of(path, "--token-file")
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
         raise ValueError("the token: expected at least 16 printable ASCII characters without spaces")
@@ -141,11 +135,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe(host: str, token: str | None) -> None:
-    """Require a token where other machines can reach the server.
-
-    Raises:
-        ValueError: a host that others can reach, and no token.
-    """
+    """Require a token where other machines can reach the server."""
     if token is None and not is_loopback(host):
         raise ValueError(
             f"--host {host}: others can reach it, so it needs a token: --token-file FILE or {TOKEN_VARIABLE} "
@@ -154,11 +144,7 @@ def require_safe(host: str, token: str | None) -> None:
 
 
 def require_certificate(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return the server's TLS, None for plain HTTP.
-
-    Raises:
-        ValueError: the files are not a certificate and its key; naming the option.
-    """
+    """Return the server's TLS, None for plain HTTP."""
     if (certificate is None) != (key is None):
         raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
     if certificate is None or key is None:

@@ -71,7 +71,6 @@ def stored_selection(teacher: nn.Module, cut: FromTeacher, calibration: Calibrat
     Args:
         teacher: Model to cut, not patched, not sharded.
         cut: Shape of the student, whose parts are chosen by rows.
-        calibration: Rows.
     """
     inputs = ["parts", VERSION, *_inputs(teacher, cut, calibration.rows)]
     text = stored_text(inputs, lambda: select_parts(teacher, cut, calibration.rows).to_json(), calibration.cache)

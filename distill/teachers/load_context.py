@@ -69,7 +69,6 @@ class LoadContext(NamedTuple):
     """Device, dtypes and placement with which a teacher is opened.
 
     Attributes:
-        device: Device of this process.
         precision: Compute dtype, and weight dtypes of both models.
         placement: Distribution of the models over the processes.
         attention: Attention implementations, for a teacher that is patched while it is loaded.

@@ -98,11 +98,7 @@ class LossWatcher(Protocol):
 
 
 class StudentForward(Swap):
-    """Swap of a student's forward for one that computes the loss where a call carries `StepInputs`.
-
-    Args:
-        objective: Objective that computes the loss.
-    """
+    """Swap of a student's forward for one that computes the loss where a call carries `StepInputs`."""
 
     kind = "distillation"
     survives_unpatch = True

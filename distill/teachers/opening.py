@@ -77,9 +77,6 @@ def open_pair(source: TeacherPlan, vocabulary: Vocabulary, context: LoadContext)
         source: Plan of the recipe's teacher.
         vocabulary: Vocabulary of the source; tokenizers are compared before weights are read.
         context: device, dtypes and placement.
-
-    Raises:
-        ValueError: naming the field.
     """
     recipe = source.recipe
     section = source.recipe.student
@@ -123,8 +120,6 @@ def loading_problems(source: TeacherPlan, *, cuda: bool, sharded: bool, family: 
     """Return why the models of a recipe cannot be loaded on such devices, before weights are read; empty if they can.
 
     Args:
-        cuda: Whether the devices are GPUs.
-        sharded: Whether the teacher is sharded over them.
         family: Architecture family of the GPUs; None for a CPU and an unknown GPU.
     """
     student_problem = fp8_problem(source.recipe.student, family)

@@ -38,7 +38,6 @@ def source_of(recipe: Recipe, *, stores: Stores = "as set") -> TeacherPlan:
     """Return the recipe's teacher, before it is loaded.
 
     Args:
-        recipe: Recipe of the run.
         stores: Where outputs are stored: as the recipe has it; "unsaved" writes no file, as doctor wants it;
             "everywhere" puts a store around each backend, as `distill cache` fills one.
     """
@@ -53,7 +52,6 @@ def source_for(recipe: Recipe, section: TeacherConfig, field: str, stores: Store
     """Return one teacher of a recipe, before it is loaded.
 
     Args:
-        recipe: Recipe of the run.
         section: Section of the teacher; for one of several without its weight and route.
         field: Field of the recipe that holds the section, such as `teachers.1`.
         stores: As of `source_of`.
@@ -89,11 +87,7 @@ def backend_maker(recipe: Recipe, section: TeacherConfig, field: str) -> PlanMak
 
 
 def registered_backend(name: str, field: str) -> PlanMaker:
-    """Return what makes the plan of a backend that an installed package registers.
-
-    Raises:
-        ValueError: none registers it.
-    """
+    """Return what makes the plan of a backend that an installed package registers."""
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
         known = ", ".join(sorted(found)) or "none"

@@ -18,7 +18,6 @@ def student_weights(section: Student, dtype: torch.dtype, *, sharded: bool) -> F
     """Return the weights under a student's adapters; None for one that trains its weights or is cut from a teacher.
 
     Args:
-        dtype: Dtype of the weights.
         sharded: Whether the student is sharded over the processes, so that none holds its weights as they are.
     """
     if section.lora is None or section.is_cut:

@@ -46,7 +46,6 @@ class Vocabulary:
         """Read the teacher's tokenizer.
 
         Args:
-            recipe: Recipe of the run.
             teacher: Section that names the tokenizer.
             id_bound: Exclusive upper bound of random ids; None for the smaller of the two vocabularies.
             top_k: True if the targets are K tokens per position, whose format checks the student's columns.

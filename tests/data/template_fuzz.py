@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distill.data.chat import ChatOptions, ChatTemplate, Message, RenderedChat, Tools
+from distill.data.assistant_turns import RenderedChat
+from distill.data.chat import ChatOptions, ChatTemplate
 from distill.data.known_columns import REASONING
 from distill.data.messages import QUESTION, content_of
+from distill.data.rendering import Message, Tools
 from distill.data.rows import RowFault
 
 SETTINGS = ("all", "each", "last")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from two_tokenizers import BYTES, PIECES, PLAIN_PIECES, SPELLED, TOKENIZERS, WORDS, readers
 
 from distill.data.chat import ChatOptions
-from distill.data.formats import ConversationSample
+from distill.data.row_reader import ConversationSample
 from distill.teachers.rows.retokenised.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
 
 # SentencePiece cannot tell U+2581 from a space; "<" could begin one of its bytes' names

@@ -5,8 +5,9 @@ import datetime
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
-from distill.data.chat import FROZEN_DAY, ChatOptions, ChatTemplate, TemplateError, freeze_date, load_template
-from distill.data.sources import RowFault
+from distill.data.chat import ChatOptions, ChatTemplate, load_template
+from distill.data.rendering import FROZEN_DAY, TemplateError, freeze_date
+from distill.data.rows import RowFault
 
 ASK = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 MARKED = (

@@ -11,7 +11,7 @@ from distill.cli import run_command
 from distill.data import assistant_turns
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.rendering import Renderer
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 from distill.generation.prompts import read_prompts
 from distill.recipe.data import Fields
 

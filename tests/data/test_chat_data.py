@@ -9,8 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import FROZEN_DAY
 from distill.data.load import load_data
+from distill.data.rendering import FROZEN_DAY
 from distill.evaluation.targets import find_target, held_out_rows
 from distill.generation.prompts import encode_prompt
 from distill.recipe import Data, parse

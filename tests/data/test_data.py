@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
+from distill.core.errors import RunError
 from distill.core.labels import IGNORE_INDEX
 from distill.core.startup import cache_root
 from distill.data import token_cache, tokenise
@@ -276,11 +277,13 @@ def test_a_damaged_cache_is_made_again(tmp_path, tokenizer):
     assert not again.report.from_cache and again.train[:] == expected
 
 
-def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer):
-    rows = json.dumps([{"text": f"Row {number} is as it should be."} for number in range(300)])
-    (tmp_path / "a.json").write_text(rows[:-1])  # broken behind the first rows, which are read before all are tokenised
-    with pytest.raises(ValueError, match="is not valid JSON: it ends within the list, after item 300"):
-        load(str(tmp_path / "a.json"), tokenizer)
+def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer, fault):
+    def break_off(rows):  # once rows of the first batch are written
+        raise OSError(28, "No space left on device")
+
+    fault.setattr("distill.core.console.advance", break_off)
+    with pytest.raises(RunError, match=r"^data\.cache: .*the disk is full"):
+        load(texts(tmp_path / "a.jsonl"), tokenizer)
     assert list(cache_root().iterdir()) == []
 
 

@@ -19,7 +19,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.core import console
 from distill.data.load import load_data
-from distill.data.sources import RowFault, open_source
+from distill.data.rows import RowFault
+from distill.data.sources import open_source
 from distill.models.loading import load_config, load_teacher, load_tokenizer
 from distill.recipe import Data, LocalTeacherConfig, ModelSection, parse
 from distill.reports.export import export

@@ -9,8 +9,9 @@ import re
 import pytest
 
 from distill.data.assistant_turns import merge_ranges
-from distill.data.chat import ChatOptions, TemplateError
-from distill.data.sources import RowFault
+from distill.data.chat import ChatOptions
+from distill.data.rendering import TemplateError
+from distill.data.rows import RowFault
 from scripts import docs, public_templates
 from scripts.public_templates import AXOLOTL, VARIANT, chat_template, originals, stops_of, templates
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.cli import run_command
-from distill.core.library_output import silence_libraries
+from distill.core.startup import silence_libraries
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.dtypes import is_in_4_bits
 from distill.models.flops import count_flops, parameters_of

@@ -7,8 +7,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
 from distill.core.diff_settings import diff_settings
-from distill.data.chat import FROZEN_DAY
 from distill.data.load import Splits
+from distill.data.rendering import FROZEN_DAY
 from distill.data.report import DataReport
 from distill.models.load.fingerprint import fingerprint
 from distill.recipe import parse

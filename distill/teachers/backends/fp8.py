@@ -86,7 +86,6 @@ class Before:
 
     Args:
         teacher: The teacher, patched and not sharded.
-        format: Format of its targets.
         batch: Collated batch on the device: `input_ids`, `labels` [B, S].
         vocab_size: Number of columns that are compared; None for all.
     """
@@ -136,7 +135,6 @@ def quantise_and_measure(
 
     Args:
         teacher: The teacher, patched and not sharded.
-        format: Format of its targets.
         batch: Collated batch on the models' device: `input_ids`, `labels` [B, S].
         student: The student with its present weights; None where it reads other tokens.
         alignment: Alignment of both models' vocabularies.
@@ -187,7 +185,6 @@ def fp8_offers(
 
     Args:
         teacher: The teacher in 16 or 32 bits, patched; all its parts are in fp8 afterwards.
-        format: Format of its targets.
         batch: Collated batch on the device: `input_ids`, `labels` [B, S].
         timed: Function that returns the milliseconds of a call; None to measure no time.
 

@@ -48,7 +48,6 @@ class LoadedTeacher(Teacher):
 
     Args:
         model: Model of transformers, on its device; put in eval mode and frozen.
-        field: Field of the recipe that configures it.
         tokenizer: Tokenizer for `respond`; None where the teacher does not generate.
 
     Attributes:
@@ -105,7 +104,6 @@ class LocalPlan(TeacherPlan):
     """Plan of a local teacher: its recipe section, and its shape before any weight is loaded.
 
     Args:
-        recipe: Recipe of the run.
         section: Section that configures the model; None for the recipe's `teacher`.
         field: Field of the recipe that holds the section.
     """

@@ -97,7 +97,6 @@ def placed_bytes(section: LoadedTeacherConfig, shape: ModelSizes, precision: Pre
     """Return the bytes of an unsharded teacher's weights on its device; offloaded layers are not counted.
 
     Args:
-        section, shape, precision: The teacher's.
         experts: Weights of its experts that are in fp8.
     """
     size = precision.teacher.itemsize

@@ -43,9 +43,6 @@ def load_sharded_teacher(
     """Load the teacher sharded over all processes; every process must call this.
 
     Args:
-        section: the recipe's `teacher`.
-        device: Device of this process.
-        dtype: Dtype of the weights.
         attention: Function that selects the attention implementation from a small model with the same heads on
             `device`, for patching; None leaves the model unpatched.
 

@@ -45,7 +45,6 @@ class MixtureFormat(FusedFormat):
     """Each teacher's last hidden states, and all their heads; its scale and cap travel with its head.
 
     Args:
-        members: Target formats of the teachers.
         weights: Mixing weights of the teachers' probabilities, with sum 1.
     """
 
@@ -193,11 +192,7 @@ class MixtureTeacher(SeveralTeachers):
 
 @dataclass(frozen=True)
 class MixtureColumns:
-    """Columns of each member of a mixture under `member{n}_`, but those that the batch has already.
-
-    Attributes:
-        members: Columns of each member.
-    """
+    """Columns of each member of a mixture under `member{n}_`, but those that the batch has already."""
 
     members: Sequence[Sequence[BatchColumns]]
 

@@ -80,7 +80,6 @@ class RoutedFormat(TargetFormat):
 
     Args:
         members: Target formats by route.
-        routes: Names of the routes.
     """
 
     def __init__(self, members: Sequence[TargetFormat], routes: Sequence[str]) -> None:
@@ -180,7 +179,6 @@ class RoutedTeacher(SeveralTeachers):
 
     Args:
         members: For each route a teacher, a causal language model or a mixture.
-        routes: Names of the routes.
     """
 
     def __init__(self, members: Sequence[AnyTeacher | nn.Module], routes: Sequence[str]) -> None:

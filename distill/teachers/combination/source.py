@@ -44,9 +44,7 @@ class SeveralPlan(TeacherPlan):
     """Several teachers of a recipe.
 
     Args:
-        recipe: Recipe of the run.
         description: Description of its teachers.
-        members: Plans of the teachers, in that order.
 
     Attributes:
         groups: Numbers of the teachers by route; all on one of no name in a mixture.

@@ -112,9 +112,6 @@ def at_positions(targets: Targets, at: torch.Tensor, rows: torch.Tensor, ids: to
 class ReadingPlan(TeacherPlan):
     """The plan of a `ReadingTeacher`.
 
-    Args:
-        inner: Plan of the inner teacher.
-
     Attributes:
         reads: as of `ReadingTeacher`.
     """
@@ -139,7 +136,6 @@ class TeacherRows(Sequence[Mapping[str, Any]]):
     """Rows as a teacher reads them.
 
     Args:
-        rows: Rows of the student.
         row: Function from a student's row to the teacher's: `input_ids`, `labels`, `position_ids`.
     """
 
@@ -167,11 +163,7 @@ class ReadingColumns:
     def __call__(
         self, rows: Sequence[BatchRow], batch: Mapping[str, Any], collator: Collator
     ) -> dict[str, torch.Tensor]:
-        """Return the teacher's batch of the rows, under names with the prefix.
-
-        Raises:
-            ValueError: rows without the teacher's reading.
-        """
+        """Return the teacher's batch of the rows, under names with the prefix."""
         if any(f"{PREFIX}input_ids" not in row for row in rows):
             raise ValueError("rows: expected teacher_input_ids and teacher_position_ids, which the recipe's data have")
         own = replace(collator, pad_token_id=0, columns=self.inner, custom=None)  # any id does, every vocabulary has 0

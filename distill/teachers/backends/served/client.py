@@ -73,11 +73,7 @@ class ServerConfig(NamedTuple):
 
 
 def token_of(path: str | Path | None, option: str = "teacher.token_file") -> str | None:
-    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN; None where there is neither.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN; None where there is neither."""
     if path is None:
         return os.environ.get(TOKEN_VARIABLE)
     try:
@@ -149,7 +145,6 @@ class Servers:
 
         Args:
             path: URL path of the request, with its query string.
-            body: Request body.
             positions: Number of token positions in the response, counted in `self.positions`.
             read: Function that converts the response body, uint8 [bytes], into the result.
             kind: Content type of the body.
@@ -189,7 +184,6 @@ class Servers:
         """Return the body of an answer of any server, uint8; in pinned memory where a GPU is in use.
 
         Args:
-            method: HTTP method.
             path: URL path, with its query string.
             body: Request body; None without one.
             kind: Content type of the body.

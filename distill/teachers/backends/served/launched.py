@@ -163,8 +163,6 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
     """Run teacher servers while the context lasts, where the recipe names them; every process enters it.
 
     Args:
-        recipe: Recipe of the run.
-        device: Device on which this process trains.
         sharded: True to hold shards of one teacher, False for one replica per GPU.
 
     Raises:
@@ -279,7 +277,6 @@ class LaunchedTeacher(ServerTeacher):
 
     Args:
         source: Plan of the recipe's teacher.
-        servers: Teacher servers of this run.
         context: Device of the head's copy, and the dtypes of a student that is cut from the teacher.
 
     Raises:

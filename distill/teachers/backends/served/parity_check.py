@@ -29,7 +29,6 @@ class LogitReading(NamedTuple):
     """Conversion of targets into logits on this side.
 
     Attributes:
-        client: Client that sends the requests.
         head: LM-head weights, on any device; None where top-k targets are sent.
         transform: Scale and soft cap of the logits, as the server reports them.
     """

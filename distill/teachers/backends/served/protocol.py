@@ -118,9 +118,6 @@ class TargetRequest:
             vocabulary: Exclusive upper bound of token ids.
             most_tokens: Maximum of B * S.
             longest: Maximum length of a document in tokens; None for no limit.
-
-        Raises:
-            ProtocolError: naming the tensor.
         """
         shape = self.ids.shape
         size = self.ids.size
@@ -151,11 +148,6 @@ class TargetRequest:
 
 
 def read_body(body: bytes, json_body: bool) -> TargetRequest:
-    """Return the request in a body.
-
-    Raises:
-        ProtocolError: the body is no request.
-    """
     if not json_body:
         arrays = {name: _array(name, tensor) for name, tensor in tensors_of(body).items()}
     else:
@@ -188,11 +180,7 @@ def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of safetensors bytes; views of a uint8 tensor, which the library would copy twice.
-
-    Raises:
-        ProtocolError: the bytes are no safetensors.
-    """
+    """Return the tensors of safetensors bytes; views of a uint8 tensor, which the library would copy twice."""
     whole = body if isinstance(body, torch.Tensor) else torch.frombuffer(bytearray(body or b"?"), dtype=torch.uint8)
     try:
         ends = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
@@ -305,8 +293,6 @@ class Identity(NamedTuple):
     """Identity of a served teacher. Targets depend on all but `hash`, `protocol`, `notes` and `limits`.
 
     Attributes:
-        protocol: Version of the wire protocol.
-        model: Name of the model.
         source: `teacher_identity` of the recipe's section: name, revision, adapter, hash of the files.
         fingerprint: Fingerprint of the weights in the dtype in which they are held (fp8 and int8 differ from bf16).
         dtype: Dtype of hidden states and head; `held`, that of the linear layers, with the layers that fp8 leaves out.
@@ -348,11 +334,7 @@ class Identity(NamedTuple):
 
     @staticmethod
     def read(tree: Mapping[str, object]) -> Identity:
-        """Parse the identity that /v1/identity sends.
-
-        Raises:
-            ProtocolError: it is not one of this protocol.
-        """
+        """Parse the identity that /v1/identity sends."""
         if not isinstance(tree, Mapping) or tree.get("protocol") != PROTOCOL:
             found = tree.get("protocol") if isinstance(tree, Mapping) else None
             raise ProtocolError(

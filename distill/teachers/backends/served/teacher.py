@@ -42,11 +42,9 @@ class ServerTeacher(Teacher):
     """Outputs of servers for the rows of a batch, requested by `prefetch` and awaited by `targets`.
 
     Args:
-        client: Client of the servers' protocol.
         identity: Identity of the teacher, for the lock file.
         transform: Scale and soft cap from the product with the head to the logits; an attribute too.
         head: LM-head weights; None where top-k targets are sent.
-        section: Section of the recipe that describes the teacher.
         dtype: Weight dtype of a student that is cut from the model named there.
     """
 

@@ -99,7 +99,6 @@ class WireRequest(NamedTuple):
 
     Attributes:
         path: URL path with its query string.
-        body: Request body.
         query: Positions that the answer is for.
     """
 
@@ -113,7 +112,6 @@ class ServerProtocol:
 
     Attributes:
         spec: Outputs requested for each position.
-        content_type: Content type of request bodies.
         most_logits: Maximum number of positions of a response with logits; 0 where the server sends none.
         field: Field of the recipe that names the servers, for error messages.
     """

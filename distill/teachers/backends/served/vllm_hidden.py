@@ -54,7 +54,6 @@ class Ends(NamedTuple):
     """Modules of a model after its layers: final norm and head.
 
     Attributes:
-        norm: Final norm.
         head: LM-head weights; `transform`: scale and soft cap of the logits.
         fingerprint: Fingerprint of embedding, norm and head.
     """

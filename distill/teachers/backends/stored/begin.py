@@ -26,7 +26,6 @@ class StoreFolder(NamedTuple):
     """A folder that a store is begun in.
 
     Attributes:
-        path: The folder.
         place: The setting or option that names it, for messages.
         of_command: True where a command names it, which asks for its own tail and temperature; a run takes those of
             the folder.
@@ -40,7 +39,6 @@ class StoreFolder(NamedTuple):
         """Begin a store, or go on with the one that is there; every process calls this, and gets the plan that holds.
 
         Args:
-            plan: Plan of a new store.
             write_beside: Function that writes what goes with the shards and is not there yet, of the plan that holds.
             room: Function that returns why the disk is too small.
 

@@ -118,11 +118,7 @@ def bytes_a_token(plan: Plan) -> int:
 
 
 def read_store_json(path: Path) -> Plan | None:
-    """Return a JSON file's content, a dictionary; None where there is no such file.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Return a JSON file's content, a dictionary; None where there is no such file."""
     again = "move its folder away" if path.name == PLAN else "delete it"
     cure = f"{again}, and the same command makes it again"
     try:
@@ -152,11 +148,7 @@ def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def map_tensors(path: Path, cure: str = "delete it") -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors file, as of `as_arrays`, mapped: read from disk as they are used.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return the arrays of a safetensors file, as of `as_arrays`, mapped: read from disk as they are used."""
     try:
         return as_arrays(load_file(path))
     except SafetensorError as error:
@@ -206,11 +198,6 @@ def sizes_of(folder: Path, names: Iterable[str], cure: str) -> list[int]:
 
 
 def manifest_of(folder: Path) -> Plan:
-    """Return the manifest of a complete cache.
-
-    Raises:
-        ValueError: there is none.
-    """
     manifest = read_store_json(folder / MANIFEST)
     if manifest is not None:
         return manifest
@@ -223,11 +210,7 @@ def manifest_of(folder: Path) -> Plan:
 
 
 def stored_folder(cache: Path, name: str) -> str:
-    """Return the folder of the tokenizer or of the teacher's configuration inside a complete cache.
-
-    Raises:
-        ValueError: there is no cache, or it has none.
-    """
+    """Return the folder of the tokenizer or of the teacher's configuration inside a complete cache."""
     manifest_of(cache)
     if not (cache / name).is_dir():
         raise ValueError(f"teacher.path: the cache {cache} was made without a {name}: its data were random tokens")

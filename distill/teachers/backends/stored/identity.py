@@ -39,11 +39,7 @@ def require_same_teacher(
         here: Identity of the recipe's teacher (`teacher_identity`); None if the recipe names no teacher.
         recipe: Recipe whose chat template renders the data.
         tokenizer: Tokenizer of the data; None for random tokens.
-        manifest: Manifest of the cache.
         path: Folder of the cache, for error messages.
-
-    Raises:
-        ValueError: with the first difference.
     """
     maker = manifest["teacher"]
     by_files = here is not None and bool(here["files_sha256"] and maker["files_sha256"])

@@ -48,11 +48,7 @@ class CacheOptions(NamedTuple):
         return self.hidden and self.dtype != "fp8"
 
     def checked(self) -> CacheOptions:
-        """Return itself with the dtype filled in.
-
-        Raises:
-            ValueError: naming the option.
-        """
+        """Return itself with the dtype filled in."""
         if self.tail not in TAILS:
             raise ValueError(f"--tail: expected {', '.join(TAILS)}, got {self.tail!r}")
         if not self.hidden and not 0 < self.k <= MAX_TOP_K:

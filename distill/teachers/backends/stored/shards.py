@@ -129,11 +129,7 @@ class Shards:
         return read
 
     def verify(self, shard: int, number: int) -> tuple[int, int]:
-        """Return where a document's positions begin and end in its shard, once its checksum is right.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Return where a document's positions begin and end in its shard, once its checksum is right."""
         return self._checked(self.arrays[shard], self.names[shard], number)
 
     def _checked(self, arrays: Mapping[str, np.ndarray], file: str, number: int) -> tuple[int, int]:

@@ -214,12 +214,8 @@ class Store:
         """Check that every document of a data set is stored.
 
         Args:
-            rows: Rows of the data set.
             name: Name of the data set, for the error message.
             hint: Known difference between recipe and store, for the error message.
-
-        Raises:
-            ValueError: how many are missing, and the first of them.
         """
         total = 0
         missing = 0

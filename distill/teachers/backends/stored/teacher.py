@@ -83,7 +83,6 @@ class StoredTeacher(Teacher):
     """A teacher whose outputs are in a store, or get there as they are needed.
 
     Args:
-        store: Stored outputs.
         inner: Teacher of hidden states, or of K tokens as servers send them, that is queried for rows that are not
             stored; None for a store that is only read.
         device: Device of this process; None for that of the teacher's head.
@@ -399,7 +398,6 @@ def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | T
     """Return the stored targets of a batch at their positions; 0 where no token is trained.
 
     Args:
-        plan: Plan of the cache.
         batch: Collated batch with `input_ids` [B, S], `valid_rows` and the stored tensors.
         dtype: Dtype of the returned hidden states.
     """

@@ -20,14 +20,16 @@ import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat, template_of
+from distill.data.assistant_turns import RenderedChat
+from distill.data.chat import ChatOptions, ChatTemplate, TrainingChat, template_of
 from distill.data.collator import BatchRow, Collator
-from distill.data.formats import ConversationSample, RowFormat
+from distill.data.formats import RowFormat
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.row_counts import RowCounts
+from distill.data.row_reader import ConversationSample
+from distill.data.rows import RawRow as DataRow
 from distill.data.rows import RowFault
-from distill.data.sources import RawRow as DataRow
 from distill.data.tokenise import TOO_LONG, DocumentSlice, Encoder, MaskedText, RowBatch, TokenisedDocument, encodable
 from distill.generation.rollout_contexts import prompt_variables
 from distill.recipe import Context, Data, DataPart
@@ -170,11 +172,8 @@ class ContextEncoder(Encoder):
         """Return the answer of a row of `distill sample` after both prompts: the ids that were sampled.
 
         Args:
-            number: Index of the row.
-            sample: The row.
             private: Text that only the teacher reads.
             secrets: What of it no student's prompt may contain.
-            tally: Counts of the rows.
         """
         piece = self.sampled_piece(number, sample, tally)
         assert sample.sampled is not None
@@ -344,12 +343,6 @@ def load_context_data(data: Data, tokenizer: Any, prompt: TeacherPrompt, *, seed
 
     Args:
         data: The recipe's `data` section.
-        tokenizer: Tokenizer of both models.
-        prompt: The teacher's prompts.
-        seed: Seed of the order of rows.
-
-    Raises:
-        ValueError: naming the field.
     """
     template = template_of(data, tokenizer)
     if not prompt.rendered_alike:
@@ -389,11 +382,7 @@ class ContextColumns(ReadingColumns):
 
     @staticmethod
     def teacher_row(row: BatchRow) -> dict[str, Any]:
-        """Return the teacher's row, with the student's labels at the same tokens of each document.
-
-        Raises:
-            ValueError: they are other tokens.
-        """
+        """Return the teacher's row, with the student's labels at the same tokens of each document."""
         own = np.asarray(row["labels"])
         ids = np.asarray(row[f"{PREFIX}input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)

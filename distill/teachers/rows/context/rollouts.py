@@ -70,11 +70,7 @@ def _prompt_before(both: TwoPrompts, document: RolloutDocument) -> list[int] | N
 
 
 def run_contexts(recipe: Recipe, tokenizer: Any) -> dict[int | None, RunContext]:
-    """Return the contexts of a recipe's teachers that are made from the run, by the number of the route.
-
-    Args:
-        tokenizer: Tokenizer of both models.
-    """
+    """Return the contexts of a recipe's teachers that are made from the run, by the number of the route."""
     data = recipe.data
     names = list(dict.fromkeys(describe_teacher(recipe).routes))
     found: dict[int | None, RunContext] = {}

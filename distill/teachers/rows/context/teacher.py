@@ -91,12 +91,7 @@ class ContextTeacher(ReadingTeacher):
 
 
 class ContextPlan(ReadingPlan):
-    """The plan of a teacher that reads after prompts of its own.
-
-    Args:
-        inner: Plan of the inner teacher.
-        prompt: The teacher's prompts, by the recipe.
-    """
+    """The plan of a teacher that reads after prompts of its own."""
 
     reads = ContextColumns
 

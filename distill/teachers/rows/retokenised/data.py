@@ -78,12 +78,8 @@ def load_cross_data(
     Args:
         data: the recipe's `data` section; `max_length` bounds both readings, `chat_template: tokenizer` means each its
             own.
-        student_tokenizer, teacher_tokenizer: Tokenizers of the two models.
         seed: fixes which documents are held out and the order of the rows.
         teacher_kwargs: `teacher.chat_template_kwargs`; None for those of the data.
-
-    Raises:
-        ValueError: naming the field.
     """
     if data.is_synthetic:
         raise ValueError(

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat
-from distill.data.formats import ConversationSample, RowFormat
+from distill.data.assistant_turns import RenderedChat
+from distill.data.chat import ChatOptions, ChatTemplate, TrainingChat
+from distill.data.formats import RowFormat
 from distill.data.row_counts import RowCounts
+from distill.data.row_reader import ConversationSample
 from distill.data.rows import RowFault
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import (
@@ -43,8 +45,6 @@ class TokenizedPair(NamedTuple):
         spans: int32 [k, 4], first token and the one after the last of the student's, then of the teacher's.
         answer: int32 [2], first token of the last answer, of the student's and of the teacher's: where a rollout
             begins; [0] for running text.
-        origin: hash of the text.
-        row: Index of the row that it comes from.
         message: Index of the message that the last answer is; -1 where the row is no chat.
     """
 
@@ -76,7 +76,6 @@ class TokenisedReader:
     """One model's reading of text: its tokenizer, the bytes of its tokens, its chat template.
 
     Args:
-        tokenizer: a transformers tokenizer.
         template: Chat template of the model; None without one.
         field: "student.model" or "teacher.model", for errors.
     """
@@ -96,7 +95,6 @@ class TokenisedReader:
         """Return the token ids of a text, int32 [n], and where each ends in it, in bytes, int64 [n].
 
         Args:
-            text: Text to tokenise.
             partly: True to return the tokens before the first one that does not spell the text, not to raise.
 
         Raises:
@@ -315,7 +313,6 @@ class PairEncoder(RowEncoder):
         Args:
             ids: Token ids of student and teacher, int32 [n] each.
             runs: Boundaries of the spans in both token sequences, int64 [k, 2] each.
-            origin: Hash of the text.
             starts: First token, in both sequences, of each run's response; empty for plain text.
             messages: Index of each response's message; empty where the row is no chat.
         """

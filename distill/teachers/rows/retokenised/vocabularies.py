@@ -53,7 +53,6 @@ def teacher_template(
 
     Args:
         data: The recipe's `data` section.
-        tokenizer: Tokenizer of the teacher.
         kwargs: `teacher.chat_template_kwargs`; None for those of the data, of which the template may not read all.
 
     Raises:
@@ -74,8 +73,6 @@ def readers_of(
     """Return both models' readers.
 
     Args:
-        student_tokenizer: Tokenizer of the data.
-        teacher_tokenizer: Tokenizer of the teacher.
         data: The recipe's `data` section; with `chat_template: tokenizer` each model has its own template.
         teacher_kwargs: `teacher.chat_template_kwargs`; None for those of the data that the teacher's template reads.
 
@@ -90,11 +87,7 @@ def readers_of(
 
 
 def require_rows(reader: TokenisedReader, rows: int) -> None:
-    """Check that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one.
-
-    Raises:
-        ValueError: one has none.
-    """
+    """Check that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one."""
     added = reader.tokenizer.added_tokens_decoder
     last = max(n for n in reader.tokenizer.get_vocab().values() if n not in added or n == reader.end)
     if last >= rows:
