@@ -6,11 +6,14 @@ import re
 import pytest
 import torch
 import uvicorn
+from distill_kernels.launch import device_facts
 from forked import free_port
 from test_newcomers import a_newcomers_folder
 
 from distill.cli import run_command
 from distill.core.console import print_lines, print_verbatim, show_table, wrap_line
+from distill.doctor import machine
+from distill.doctor.machine_checks import CHECKS
 
 WIDTH = 80
 NO_ONE = ["generate.prompts=[]"]
@@ -85,7 +88,13 @@ def test_a_commands_lines_fit(words, finished, monkeypatch, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("words", [["doctor", "my.yaml"], ["doctor", "--machine"]], ids=" ".join)
-def test_lines_of_doctor_fit_the_terminal(words, finished, monkeypatch, capsys):
+def test_lines_of_doctor_fit_the_terminal(words, finished, monkeypatch, capsys, forked_ranks, limit):
+    """Of the checks of kernels those with the longest name, with kernels and without, and those that no CPU computes;
+    tests/ops/test_ops.py runs all."""
+    facts = device_facts(torch.device("cpu"))
+    cannot = {name for name in CHECKS if not CHECKS[name].needs(facts)}
+    computed = {"fused_kl_loss", "lora_linear", max(CHECKS.keys() - cannot, key=len)}
+    limit.setattr(machine, "JOBS", [job for job in machine.JOBS if job[0] in cannot | computed or job in machine.RATES])
     test_a_commands_lines_fit(words, finished, monkeypatch, capsys)
 
 

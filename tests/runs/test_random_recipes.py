@@ -149,7 +149,7 @@ def test_runs_go_on_from_any_checkpoint_and_in_other_micro_batches(workplace, mo
 
 
 @pytest.mark.full
-def test_doctor_finds_no_fault(workplace, monkeypatch):
+def test_doctor_finds_no_fault(workplace, forked_ranks, monkeypatch):
     monkeypatch.chdir(workplace)
     recipe, overrides = drawn(100)
     findings = list(examine(recipe))
