@@ -176,7 +176,7 @@ START = "import sys; from distill.core.launch import start; sys.exit(start(2, sy
 HANGS = """
 import sys
 from distill.core import heartbeat
-heartbeat.SILENT_S = 10.0
+heartbeat.SILENT_S = 5.0
 from distill.__main__ import main
 main()
 """
@@ -234,6 +234,10 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     workers = trains(workplace, "hung", process)
     hung = next(each for each in workers if each.environ().get("RANK") == "1")
     hung.suspend()
+    until = time.monotonic() + 300
+    while "has sent no heartbeat" not in (said := (workplace / "hung.txt").read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    hung.kill()  # as torchrun does, 30 s after its SIGTERM, which such a process does not hear
     assert process.wait(timeout=300) != 0
     said = (workplace / "hung.txt").read_text()
     assert f"distill: rank 1 has ended: process {hung.pid} on " in said and "has sent no heartbeat" in said, said
@@ -276,7 +280,7 @@ import os, signal, time
 import torch.distributed as dist
 from distill.core.ranks import restart_store
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "0":
-    time.sleep(5)  # the other one looks for its address meanwhile
+    time.sleep(2)  # the other one looks for its address meanwhile
 dist.init_process_group("gloo", **restart_store())
 said = [None, None]
 dist.all_gather_object(said, (os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()))
