@@ -25,8 +25,13 @@ data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.
 train: {steps: 4, batch_size: 2, learning_rate: 3e-3, warmup: 0, device: cpu}
 generate: {prompts: []}
 """
-# a rank that is told to end and one that waits for it are given less time than 5 s, which most tests would wait
-PROGRAM = "from distill.core import heartbeat; heartbeat.GRACE_S = 1.0; from distill.cli import main; main()"
+# ranks wait less for each other at the end than 5 s and 10 s, which most tests would take
+PROGRAM = """
+from distill.core import heartbeat
+heartbeat.GRACE_S, heartbeat.LINGER_S = 1.0, 2.0
+from distill.cli import main
+main()
+"""
 SECONDS = 100  # of a pair of processes; torch waits half an hour for a rank that does not join
 HELD_OUT = "\n".join(f"Nobody knows {n} things {'at ' * (n % 3)}all about {n * 7919 % 991}." for n in range(30))
 PLUGIN = """
