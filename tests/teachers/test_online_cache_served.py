@@ -28,7 +28,9 @@ TWO_EPOCHS = ["train={epochs: 2, batch_size: 1, tokens_per_step: 96, device: cpu
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return write_models(tmp_path_factory.mktemp("served"))
+    folder = write_models(tmp_path_factory.mktemp("served"))
+    (folder / "text.txt").write_text("\n".join((folder / "text.txt").read_text().splitlines()[:24]))
+    return folder
 
 
 @pytest.fixture(scope="module")
