@@ -146,20 +146,20 @@ def test_two_gpus_serve_the_outputs_of_one(tmp_path, pool, serve):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_process_ends_the_server_with_a_message(tmp_path, serve, rank):
+def test_a_lost_process_ends_the_server_with_a_message(tmp_path, serve):
+    """Not the one that answers, which has to notice."""
     server = serve(place_for(tmp_path))
     query = question(0)
     assert post(server.url, query).status_code == 200
     began = time.monotonic()
-    os.kill(server.pids[rank], signal.SIGKILL)
+    os.kill(server.pids[1], signal.SIGKILL)
     with contextlib.suppress(httpx2.HTTPError):  # until it does not listen any more
         while True:
             assert post(server.url, query).status_code in (200, 503)
             time.sleep(0.01)
     code, lines = server.ended()
     assert code == 128 + signal.SIGKILL and time.monotonic() - began < 25, (code, lines)
-    assert lines[-1] == f"distill: rank {rank} was ended by SIGKILL; the run has ended", lines
+    assert lines[-1] == "distill: rank 1 was ended by SIGKILL; the run has ended", lines
 
 
 @pytest.mark.full
