@@ -73,18 +73,24 @@ SERVER = "FORKED_SERVER"  # environment variable of a stand-in: the abstract add
 
 
 class Server:
-    """The one server of this process, started at the first use; ends with it. A stand-in uses that of its test."""
+    """The one server of all workers of a test session, started at the first use by whichever; ends with the last.
+
+    A stand-in uses that of its test.
+    """
+
+    process: subprocess.Popen | None = None  # of the worker that started it
 
     def __init__(self) -> None:
-        if SERVER in os.environ:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.socket.connect("\0" + os.environ[SERVER])
-            return
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.name = f"forked-{os.getpid()}"
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + self.name)
+        self.name = os.environ.get(SERVER) or f"forked-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind("\0" + self.name)
+            except OSError:  # it is there
+                self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.socket.connect("\0" + self.name)
+                return
             listener.listen()
+            self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given = [theirs.fileno(), listener.fileno()]
             self.process = subprocess.Popen(
                 [sys.executable, __file__, *map(str, given)],
@@ -92,17 +98,20 @@ class Server:
                 pass_fds=given,
                 start_new_session=True,
             )
+            theirs.close()
 
 
 _servers: list[Server] = []
 
 
 def close() -> None:
-    """Let the server end, where there is one; its processor time and that of all it forked counts as this process's."""
+    """Let the server end, where there is one; its processor time and that of all it forked counts as that of the
+    process that started it."""
     while _servers:
         server = _servers.pop()
         server.socket.close()
-        server.process.wait()
+        if server.process is not None:
+            server.process.wait()
 
 
 class Forked:
@@ -248,7 +257,7 @@ def stand_in(arguments: list[str]) -> int:
 
 
 def serve(connection: socket.socket, listener: socket.socket) -> None:
-    """Fork a process for each request, also of those who connect, until the other end is closed."""
+    """Fork a process for each request, also of those who connect, until all other ends are closed."""
     import gc
 
     for name in PRELOADED:
@@ -259,7 +268,7 @@ def serve(connection: socket.socket, listener: socket.socket) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     ends = [listener, connection]
-    while connection in ends:
+    while len(ends) > 1:
         for end in select.select(ends, [], [])[0]:
             if end is listener:
                 ends.append(listener.accept()[0])
