@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 from forked import free_port
@@ -300,14 +301,7 @@ def test_processes_that_torchrun_starts_again_find_each_other(tmp_path, rendezvo
     (tmp_path / "again.py").write_text(AGAIN)
     port = [] if rendezvous else [f"--master-port={free_port()}"]
     command = ["-m", "torch.distributed.run", *rendezvous, *port, "--nproc-per-node=2", "--max-restarts=1", "again.py"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-    )
+    done = forked.run(command, cwd=tmp_path, env=forked.clean_environment(**forked.stand_ins(tmp_path)))
     assert done.returncode == 0, done.stderr[-2000:]
     # A file a rank: two processes that print into one pipe share its lines.
     assert [(tmp_path / f"said-by-{rank}").read_text() for rank in (0, 1)] == ["[('1', 0), ('1', 1)]"] * 2
