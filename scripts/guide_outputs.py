@@ -80,12 +80,10 @@ class Programs(NamedTuple):
     Attributes:
         folder: where they are.
         environment: what they need of it.
-        inherited: file descriptors that they need.
     """
 
     folder: Path
     environment: Mapping[str, str]
-    inherited: Sequence[int]
 
 
 def run_shell(commands: str, folder: Path, *, exit_code: int = 0, programs: Programs | None = None) -> list[str]:
@@ -107,7 +105,6 @@ def run_shell(commands: str, folder: Path, *, exit_code: int = 0, programs: Prog
         ["bash", "-ec", commands],
         cwd=folder,
         env=environment | dict(programs.environment) if programs else environment,
-        pass_fds=programs.inherited if programs else (),
         text=True,
         timeout=600,
         capture_output=True,

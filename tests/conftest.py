@@ -82,13 +82,28 @@ if not HAS_GPU:
         mend_interpreter()
 
 
-def pytest_configure(config):
-    """Interpreted sums of integers are held to their width, a third of the time, under `-m full`."""
-    if not HAS_GPU and config.option.markexpr != "full":
+def hold_integers(held: bool) -> None:
+    """Hold sums of integers in interpreted kernels to their width, a third of the time, or do not."""
+    if not HAS_GPU:
         with contextlib.suppress(ImportError):
             from triton.runtime.interpreter import interpreter_builder as builder
 
-            builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+            builder.options = dataclasses.replace(builder.options, sanitize_overflow=held)
+
+
+def pytest_configure(config):
+    hold_integers(False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _integers_of_kernels_held(request):
+    """Under `-m full`, where kernels are the subject: every one of them is launched there."""
+    if request.config.option.markexpr != "full" or request.path.parent.name not in ("ops", "losses", "extras"):
+        yield
+        return
+    hold_integers(True)
+    yield
+    hold_integers(False)
 
 
 # Files whose tests take longest, in a plain pytest or with -m full, begin first, so that no worker ends long after the

@@ -8,7 +8,8 @@ own, as one that was started; runs draw no curves there, which is half of their 
 process that must not have imported something, or of an environment that is read at import (threads, HF_*,
 TRITON_INTERPRET): those start one with `subprocess`.
 
-For commands in a shell, `stand_ins` writes the programs `distill` and `python`, which are forked as well.
+For commands in a shell, `stand_ins` writes the programs `distill`, `python` and `torchrun`, which are forked as well;
+so are the processes that torchrun starts.
 """
 
 from __future__ import annotations
@@ -68,35 +69,49 @@ def clean_environment(**more: str) -> dict[str, str]:
     return given | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | more
 
 
-SERVER_SOCKET = "FORKED_SERVER_SOCKET"  # number of the socket that a stand-in inherits
+SERVER = "FORKED_SERVER"  # environment variable of a stand-in: the abstract address of the server
 
 
 class Server:
-    """The one server of this process, started at the first use; ends with it. A stand-in uses that of its test."""
+    """The one server of all workers of a test session, started at the first use by whichever; ends with the last.
+
+    A stand-in uses that of its test.
+    """
+
+    process: subprocess.Popen | None = None  # of the worker that started it
 
     def __init__(self) -> None:
-        if SERVER_SOCKET in os.environ:
-            self.socket = socket.socket(fileno=int(os.environ[SERVER_SOCKET]))
-            return
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env=clean_environment(),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        self.name = os.environ.get(SERVER) or f"forked-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind("\0" + self.name)
+            except OSError:  # it is there
+                self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.socket.connect("\0" + self.name)
+                return
+            listener.listen()
+            self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            given = [theirs.fileno(), listener.fileno()]
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, *map(str, given)],
+                env=clean_environment(),
+                pass_fds=given,
+                start_new_session=True,
+            )
+            theirs.close()
 
 
 _servers: list[Server] = []
 
 
 def close() -> None:
-    """Let the server end, where there is one; its processor time and that of all it forked counts as this process's."""
+    """Let the server end, where there is one; its processor time and that of all it forked counts as that of the
+    process that started it."""
     while _servers:
         server = _servers.pop()
         server.socket.close()
-        server.process.wait()
+        if server.process is not None:
+            server.process.wait()
 
 
 class Forked:
@@ -206,27 +221,29 @@ sys.exit(forked.stand_in({arguments}))
 """
 
 
-def stand_ins(folder: Path) -> tuple[dict[str, str], int]:
-    """Write the programs `distill` and `python` into `folder`, each of which becomes a forked process.
+def stand_ins(folder: Path) -> dict[str, str]:
+    """Write the programs `distill`, `python` and `torchrun` into `folder`, each of which becomes a forked process.
 
     SIGINT, SIGTERM and SIGHUP reach that process; SIGKILL would end the stand-in alone.
 
     Returns:
-        Environment of the shell, without `PATH`, and a file descriptor that it inherits.
+        Environment of the shell, without `PATH`.
     """
     if not _servers:
         _servers.append(Server())
-    for name, beginning in {"distill": ["-m", "distill"], "python": []}.items():
+    programs = {"distill": ["-m", "distill"], "python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    for name, beginning in programs.items():
         program = folder / name
         arguments = f"[*{beginning}, *sys.argv[1:]]"
         program.write_text(STAND_IN.format(python=sys.executable, tests=str(TESTS), arguments=arguments))
         program.chmod(0o755)
-    number = _servers[0].socket.fileno()
-    return {SERVER_SOCKET: str(number)}, number
+    return {SERVER: _servers[0].name, "PYTHON_EXEC": str(folder / "python")}
 
 
 def stand_in(arguments: list[str]) -> int:
     """Run a forked process in place of this one; return its exit code as a shell tells it."""
+    arguments = arguments[arguments[:1] == ["-u"] :]  # torchrun's: it buffers nothing as it is
+    os.environ.pop("DISTILL_LAUNCHER", None)  # a parent of this process, and not of the forked one
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         raise ValueError(f"expected python -m MODULE, python -c CODE or python FILE, got {arguments}")
     process = Forked(arguments, cwd=Path.cwd(), env=os.environ, stdin=0)
@@ -239,8 +256,8 @@ def stand_in(arguments: list[str]) -> int:
 # ---------------------------------------------------------------------------------------------------------- the server
 
 
-def serve(connection: socket.socket) -> None:
-    """Fork a process for each request until the other end is closed."""
+def serve(connection: socket.socket, listener: socket.socket) -> None:
+    """Fork a process for each request, also of those who connect, until all other ends are closed."""
     import gc
 
     for name in PRELOADED:
@@ -250,17 +267,26 @@ def serve(connection: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # as in conftest.py
-    while True:
-        message, fds, *_ = socket.recv_fds(connection, 1 << 20, 4)
-        if not message:
-            break
-        if os.fork() == 0:
-            connection.close()
-            _keep(pickle.loads(message), fds)
-        for each in fds:
-            os.close(each)
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    ends = [listener, connection]
+    while len(ends) > 1:
+        for end in select.select(ends, [], [])[0]:
+            if end is listener:
+                ends.append(listener.accept()[0])
+                continue
+            message, fds, *_ = socket.recv_fds(end, 1 << 20, 4)
+            if not message:
+                ends.remove(end)
+                end.close()
+                continue
+            if os.fork() == 0:
+                for each in ends:
+                    each.close()
+                _keep(pickle.loads(message), fds)
+            for each in fds:
+                os.close(each)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _keep(request, fds) -> None:
@@ -340,7 +366,7 @@ def _run(arguments) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

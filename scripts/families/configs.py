@@ -77,6 +77,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 500000.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dots3_note_text": {  # of layers with windows
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim"), 16),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": GEMMA3N,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

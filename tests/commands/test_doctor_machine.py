@@ -43,13 +43,14 @@ print(json.dumps({name: check_kernel(name, torch.device("cpu")).passed for name 
 
 
 LAUNCHED = """
-import json, torch
-from triton.runtime.interpreter import InterpretedFunction
+import dataclasses, json, torch
+from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from interpreter import mend_interpreter
 mend_interpreter()
 from distill_kernels.examples import EXAMPLES, TINY
 from distill_kernels.launch import interpreted
 from distill.doctor.machine_checks import results_of
+interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 launched, run = set(), InterpretedFunction.run
 def note(self, *args, **settings):
     launched.add((self.fn.__module__.partition(".")[2], self.fn.__name__))

@@ -180,6 +180,7 @@ def harness(library):
     "another family without variables-eval tasks",
 )
 @pytest.mark.parametrize(("pair", "command"), CELLS)
+@pytest.mark.usefixtures("forked_ranks")  # of the doctor
 def test_a_command_reads_the_prompts_of_training(folders, prompts_read, harness, monkeypatch, capsys, pair, command):
     *_, student, teacher = PAIRS[pair]
     folder = folders(pair)

@@ -40,12 +40,6 @@ def test_the_readme_is_one_screen_and_a_bit():
     assert len(readme.HEADLINES) <= 12
 
 
-@pytest.mark.full  # a stage of CI as well: python -m scripts.docs --check
-def test_generated_pages_are_committed():
-    stale = [path for path, text in docs.generated().items() if not path.is_file() or path.read_text() != text]
-    assert not stale, "run python -m scripts.docs"
-
-
 def test_a_stale_table_is_noticed():
     text = (ROOT / "README.md").read_text()
     assert readme.fill(text.replace("ours", "theirs"), readme.newest_rows()) != text.replace("ours", "theirs")

@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from forked import clean_environment
 from two_ranks import run_as_two
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,12 +60,7 @@ def test_examples_are_short(name):
 
 @pytest.mark.full
 def test_fsdp2_learns_the_same_on_one_and_two_processes():
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    alone = subprocess.run(
-        [*launch, str(EXAMPLES / "fsdp2.py")], capture_output=True, text=True, env=clean_environment(), timeout=300
-    )
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    outputs = (alone.stdout, run_as_two(EXAMPLES / "fsdp2.py"))
+    outputs = [run_as_two(EXAMPLES / "fsdp2.py", processes=count) for count in (1, 2)]
     one, two = ([float(number) for number in re.findall(r"\d+\.\d+", out)] for out in outputs)
     assert one[2] < 0.8 * one[0] and len(one) == 4
     assert two == pytest.approx(one, rel=1e-3)  # losses and gradient norms

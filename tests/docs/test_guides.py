@@ -68,8 +68,7 @@ def test_a_refusal_is_quoted_with_its_exit_code(tmp_path):
 
 @pytest.mark.full  # starts the server that forks
 def test_programs_of_an_example_are_processes_of_their_own(tmp_path):
-    environment, server = forked.stand_ins(tmp_path)
-    programs = guide_outputs.Programs(tmp_path, environment, [server])
+    programs = guide_outputs.Programs(tmp_path, forked.stand_ins(tmp_path))
     code = "import os, sys, torch; print(os.getcwd(), sys.argv[1:]); sys.exit(3)"
     commands = f"cd /\ntype -P distill\npython -c '{code}' one two\n"
     assert guide_outputs.run_shell(commands, tmp_path, exit_code=3, programs=programs) == [
@@ -117,5 +116,5 @@ def test_pages_that_ci_holds_to_a_run_quote_one(page):
 @pytest.mark.full
 @pytest.mark.parametrize("page", guide_outputs.pages(), ids=lambda page: page.stem)
 def test_examples_print_what_the_guides_quote(page, tmp_path):
-    environment, server = forked.stand_ins(tmp_path)
-    guide_outputs.refreshed(page, exact=True, programs=guide_outputs.Programs(tmp_path, environment, [server]))
+    programs = guide_outputs.Programs(tmp_path, forked.stand_ins(tmp_path))
+    guide_outputs.refreshed(page, exact=True, programs=programs)

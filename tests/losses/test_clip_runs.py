@@ -38,7 +38,8 @@ def test_every_teachers_loss_and_gradients_have_the_caps(name, subject_of):
     soft = [term for term in loss.terms if term.type != "cross_entropy"]
     alone, _ = replace(subject, loss=loss.model_copy(update={"terms": soft})).reference_loss()
     mean = alone.item() / loss.scale / sum(term.weight for term in soft)
-    for clip in (Clip(token=mean), Clip(entry=mean / 50), Clip(token=mean, entry=mean / 10)):
+    clips = [Clip(token=mean, entry=mean / 10), Clip(token=mean), Clip(entry=mean / 50)]
+    for clip in clips if name in ("one", "sampled") else clips[:1]:  # each alone where targets are all or drawn
         clipped = replace(subject, loss=capped(subject.loss, clip), small=None)
         found = fused_equals_reference(clipped)
         assert found.passed, found.detail

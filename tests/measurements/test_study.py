@@ -4,7 +4,9 @@ import json
 import os
 import re
 import signal
+import types
 
+import forked
 import pytest
 from tiny import save_models
 
@@ -125,10 +127,17 @@ SMALL = [
 ]
 
 
+def forked_cache(arguments):
+    """`distill cache`, where the study starts a Python for it."""
+    assert forked.run(arguments, cwd=os.getcwd(), env=forked.clean_environment()).returncode == 0
+
+
 @pytest.fixture
-def study(tmp_path, monkeypatch, capsys):
+def study(tmp_path, monkeypatch, capsys, library):
     """The command on plans of a teacher of tens of kilobytes: call it with a plan and more arguments."""
     monkeypatch.chdir(tmp_path)
+    caches = types.SimpleNamespace(run=lambda command, check: forked_cache(command[1:]))
+    library.setattr("scripts.study.prepare.subprocess", caches)
     save_models(tmp_path, teacher={"layers": 8, "hidden": 64, "seed": 1})
     lines = [{"question": f"What is {n} plus {n}?", "answer": f"It is {n + n}, since {n} twice."} for n in range(60)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))

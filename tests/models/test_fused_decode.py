@@ -61,11 +61,16 @@ def answers(model, fused, sampling=GREEDY, new=4, **more):
     return loop.generate(PROMPTS, max_new_tokens=new, sampling=sampling, seeds=[5, 6, 7])
 
 
+CUT = Sampling(0.9, 20, 0.9, 0.02)
+
+
+# how a token is drawn knows no kind of model
 @pytest.mark.plain("mistral-window-cut")
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(1.0), Sampling(0.9, 20, 0.9, 0.02)], ids=["greedy", "all", "cut"]
+    "kind, sampling",
+    [("llama", Sampling(1.0)), ("qwen2", GREEDY), ("qwen3", CUT), ("smollm2", GREEDY), ("mistral-window", CUT)],
+    ids=["llama-all", "qwen2-greedy", "qwen3-cut", "smollm2-greedy", "mistral-window-cut"],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_those_of_the_models_own_layers(kernel_device, kind, sampling):
     model = lively(kernel_device, kind)
     loop = DecodeLoop(model, settings())

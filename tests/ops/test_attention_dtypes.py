@@ -1,10 +1,10 @@
 """Attention where products and rotated queries and keys differ in dtype: every mix, as exact as PyTorch's own."""
 
 import copy
-import itertools
 
 import pytest
 import torch
+from grids import pairwise
 from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
@@ -17,22 +17,17 @@ from distill.models.patch.patching import patch
 
 PROMPT, NEW = [5, 6, 7, 8], 3
 KINDS = {"llama": {}, "window": {"kind": "mistral", "sliding_window": 3}}
-WAYS = {
-    f"{'patched' if patched else 'plain'} {str(weights)[6:]}{' autocast' * (autocast is not None)}{' lora' * lora}": (
-        patched,
-        weights,
-        autocast,
-        lora,
-    )
-    for autocast, patched, weights, lora in itertools.product(
-        (torch.bfloat16, None), (False, True), (torch.float32, torch.bfloat16), (False, True)
-    )
+MIXES = {
+    "autocast": [torch.bfloat16, None],
+    "patched": [False, True],
+    "weights": [torch.float32, torch.bfloat16],
+    "lora": [False, True],
+    "kind": KINDS,
 }
 
 
-@pytest.mark.plain("plain float32 autocast-llama")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("patched, weights, autocast, lora", WAYS.values(), ids=WAYS)
+@pytest.mark.plain("torch.bfloat16-False-torch.float32-False-llama")
+@pytest.mark.parametrize(*pairwise(MIXES))
 def test_generation_and_forward_take_every_mix_of_dtypes(kernel_device, kind, patched, weights, autocast, lora, watch):
     plain = tiny_model(layers=1, **KINDS[kind]).to(kernel_device, weights)
     if lora:

@@ -137,8 +137,7 @@ def assert_same(got, right, tolerance):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("autocast, bias", [(False, False), (True, True)], ids=["plain", "autocast, biases"])
 def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):
     model, count = ready(attention_bias=bias)
     assert count == 4

@@ -210,22 +210,19 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
 
 
 @pytest.mark.full  # a plain run kills and resumes in test_online_cache.py
-@pytest.mark.parametrize("ahead, packing", [(2, True), (0, False)])
-def test_a_killed_run_resumes_bit_identically(tmp_path, ahead, packing):
-    """The run has cut-offs, stop strings and two responses a prompt."""
+def test_a_killed_run_resumes_bit_identically(tmp_path):
+    """The run has cut-offs, stop strings, two responses a prompt and packed rows that are sampled ahead."""
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})
     lines = [json.dumps({"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    recipe = RECIPE.replace("packing: false", f"packing: {str(packing).lower()}")
-    recipe = recipe.replace("{max", f"{{max_staleness: {ahead}, max")
-    if packing:
-        recipe = recipe.replace("max_length: 64", "max_length: 256").replace("512", "2048")
+    recipe = RECIPE.replace("packing: false", "packing: true").replace("{max", "{max_staleness: 2, max")
+    recipe = recipe.replace("max_length: 64", "max_length: 256").replace("512", "2048")
     (tmp_path / "recipe.yaml").write_text(recipe)
     finish(tmp_path, "--name", "whole")
     whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
     log = figures(whole)
     answers = [row["rollouts"] for row in log]
-    assert sum(answers) > 64 if packing else answers == [8] * 8, answers
+    assert sum(answers) > 64, answers
     assert any(0 < row["rollout_truncated"] < 1 for row in log), "a stop string ends some of them"
     process = start(tmp_path, "--name", "killed", forked=True)
     while not (killed / "checkpoint-2").exists():

@@ -182,8 +182,9 @@ def killed_in(watch, moment, step):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("more", [[PLAIN], ["student.lora.r=4"]], ids=["full", "quantised-lora"])
+@pytest.mark.parametrize(
+    "moment, more", [("before", [PLAIN]), ("after", ["student.lora.r=4"])], ids=["before-full", "after-quantised-lora"]
+)
 def test_a_run_killed_around_an_evaluation_is_that_of_an_uninterrupted_one(workplace, monkeypatch, moment, more):
     more = [*more, "train.learning_rate=3e-2", "train.steps=8", "train.early_stopping={patience: 2}"]
     whole = run(parse(KEPT, more, name="whole"))

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from forked import PIPE, Forked, clean_environment
+from forked import PIPE, Forked, clean_environment, stand_ins
 from forked import run as run_forked
 
 from distill import cli
@@ -81,8 +81,8 @@ def test_json_is_all_that_standard_output_gets(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("processes   2, one a GPU")
 
 
-def program(workplace, code, *arguments):
-    return run_forked([*code, *arguments], cwd=workplace, env=clean_environment(), timeout=240)
+def program(workplace, code, *arguments, **more):
+    return run_forked([*code, *arguments], cwd=workplace, env=clean_environment(**more), timeout=240)
 
 
 START = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
@@ -105,7 +105,7 @@ def test_two_processes_make_one_run(workplace):
 
 @pytest.mark.full
 def test_a_users_mistake_keeps_its_exit_code_and_shows_no_traceback(workplace):
-    done = program(workplace, START, "run", "tiny.yaml", "data.source=absent.txt")
+    done = program(workplace, START, "run", "tiny.yaml", "data.source=absent.txt", **stand_ins(workplace))
     assert done.returncode == 2
     assert "absent.txt" in done.stderr and "Traceback" not in done.stderr and "ChildFailedError" not in done.stderr
 

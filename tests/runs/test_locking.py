@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 from forked import free_port
@@ -176,7 +177,7 @@ START = "import sys; from distill.core.launch import start; sys.exit(start(2, sy
 HANGS = """
 import sys
 from distill.core import heartbeat
-heartbeat.SILENT_S = 10.0
+heartbeat.SILENT_S = 5.0
 from distill.__main__ import main
 main()
 """
@@ -234,6 +235,10 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     workers = trains(workplace, "hung", process)
     hung = next(each for each in workers if each.environ().get("RANK") == "1")
     hung.suspend()
+    until = time.monotonic() + 300
+    while "has sent no heartbeat" not in (said := (workplace / "hung.txt").read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    hung.kill()  # as torchrun does, 30 s after its SIGTERM, which such a process does not hear
     assert process.wait(timeout=300) != 0
     said = (workplace / "hung.txt").read_text()
     assert f"distill: rank 1 has ended: process {hung.pid} on " in said and "has sent no heartbeat" in said, said
@@ -276,7 +281,7 @@ import os, signal, time
 import torch.distributed as dist
 from distill.core.ranks import restart_store
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "0":
-    time.sleep(5)  # the other one looks for its address meanwhile
+    time.sleep(2)  # the other one looks for its address meanwhile
 dist.init_process_group("gloo", **restart_store())
 said = [None, None]
 dist.all_gather_object(said, (os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()))
@@ -296,14 +301,7 @@ def test_processes_that_torchrun_starts_again_find_each_other(tmp_path, rendezvo
     (tmp_path / "again.py").write_text(AGAIN)
     port = [] if rendezvous else [f"--master-port={free_port()}"]
     command = ["-m", "torch.distributed.run", *rendezvous, *port, "--nproc-per-node=2", "--max-restarts=1", "again.py"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-    )
+    done = forked.run(command, cwd=tmp_path, env=forked.clean_environment(**forked.stand_ins(tmp_path)))
     assert done.returncode == 0, done.stderr[-2000:]
     # A file a rank: two processes that print into one pipe share its lines.
     assert [(tmp_path / f"said-by-{rank}").read_text() for rank in (0, 1)] == ["[('1', 0), ('1', 1)]"] * 2

@@ -127,7 +127,7 @@ def cut_off(name, again, step):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [1, 3, 4, 6])  # each kind of teacher, student and engine among them
 def test_runs_go_on_from_any_checkpoint_and_in_other_micro_batches(workplace, monkeypatch, seed):
     monkeypatch.chdir(workplace)
     recipe, overrides = drawn(seed)
@@ -149,7 +149,7 @@ def test_runs_go_on_from_any_checkpoint_and_in_other_micro_batches(workplace, mo
 
 
 @pytest.mark.full
-def test_doctor_finds_no_fault(workplace, monkeypatch):
+def test_doctor_finds_no_fault(workplace, forked_ranks, monkeypatch):
     monkeypatch.chdir(workplace)
     recipe, overrides = drawn(100)
     findings = list(examine(recipe))

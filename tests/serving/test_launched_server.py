@@ -5,7 +5,6 @@ cannot load its model, and a run that is killed. The file is also the program of
 in one start.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -142,7 +141,7 @@ def dies_evaluating():
     as_command("dies-evaluating", *CASES["plain"], *served())
 
 
-def waits(*overrides):
+def waits():
     """A run that has begun and stands still: says which processes serve it."""
 
     def stand():
@@ -150,11 +149,7 @@ def waits(*overrides):
         time.sleep(300)
 
     at_step(1, stand)
-    as_command("waits", *CASES["plain"], *(overrides or served()))
-
-
-def waits_for_shards():
-    waits(*served(2, "sharded"))
+    as_command("waits", *CASES["plain"], *served(2, "sharded"))
 
 
 def as_command(name, *overrides):
@@ -304,23 +299,20 @@ def test_an_evaluation_that_a_dying_server_ended_is_made_on_resume(place, alone,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["waits", "waits_for_shards"])
-def test_a_run_that_is_killed_takes_its_server_along(place, what):
+def test_a_run_that_is_killed_takes_its_server_along(place):
+    """The server's launcher and both processes with a shard."""
     children = place / "children"
-    with contextlib.suppress(FileNotFoundError):
-        children.unlink()
-    with program(what, place) as process:
+    with program("waits", place) as process:
         until = time.monotonic() + 200
         while not (children.exists() and children.read_text()) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
         pids = list(map(int, children.read_text().split()))
-        assert len(pids) == (1 if what == "waits" else 3) and all(map(launch.is_running, pids))
+        assert len(pids) == 3 and all(map(launch.is_running, pids))
         process.kill()
         until = time.monotonic() + 10
         while any(map(launch.is_running, pids)) and time.monotonic() < until:
             time.sleep(0.02)
         assert not any(map(launch.is_running, pids))
-    shutil.rmtree(place / "runs" / "waits")
 
 
 @pytest.mark.full

@@ -320,7 +320,7 @@ def test_a_server_of_its_own_stands_through_all_of_it(tmp_path):
             sys.executable,
             "tests/serving/stress_server.py",
             "--seconds",
-            "4",
+            "2",
             "--seed",
             "7",
             "--only",

@@ -394,7 +394,7 @@ def _left(url, before):
 
 
 @pytest.mark.full
-def test_nothing_is_left_of_a_run_or_a_doctor(place, engine, monkeypatch):
+def test_nothing_is_left_of_a_run_or_a_doctor(place, engine, forked_ranks, monkeypatch):
     held, close, before = [], Servers.close, set(threading.enumerate())
     monkeypatch.setattr(Servers, "close", lambda servers: (held.append(len(servers._threads)), close(servers)))
     with serving(engine) as address:

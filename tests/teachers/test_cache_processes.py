@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from forked import PIPE, Forked, clean_environment
+from forked import PIPE, Forked, clean_environment, stand_ins
 from helpers import stored_documents
 from two_ranks import run_as_two
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.place(
 )
 
 
-def start(workplace, code, *arguments):
-    return Forked([*code, *arguments], cwd=workplace, env=clean_environment(), stdout=PIPE, stderr=PIPE)
+def start(workplace, code, *arguments, **more):
+    return Forked([*code, *arguments], cwd=workplace, env=clean_environment(**more), stdout=PIPE, stderr=PIPE)
 
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch, limit):
@@ -64,8 +64,8 @@ def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monke
         cache.begin_apart(begin, plan)
 
 
-def program(workplace, code, *arguments):
-    process = start(workplace, code, *arguments)
+def program(workplace, code, *arguments, **more):
+    process = start(workplace, code, *arguments, **more)
     out, error = process.communicate(timeout=400)
     assert process.returncode == 0, error
     return out
@@ -73,7 +73,8 @@ def program(workplace, code, *arguments):
 
 @pytest.mark.full
 def test_two_processes_cache_and_train_as_one(workplace):
-    out = program(workplace, TWO, "cache", "tiny.yaml", "--top-k", "16", "--out", "two", "--json")
+    environment = stand_ins(workplace)  # torchrun's Pythons
+    out = program(workplace, TWO, "cache", "tiny.yaml", "--top-k", "16", "--out", "two", "--json", **environment)
     assert json.loads(out[out.index("{") :])["cache"]["positions"] > 500
     program(workplace, ALONE, "cache", "tiny.yaml", "--top-k", "16", "--out", "one", "--json")
     assert stored_documents(workplace / "one") == stored_documents(workplace / "two")

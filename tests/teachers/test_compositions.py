@@ -241,9 +241,22 @@ def test_an_fp8_teacher_reads_by_its_own_tokenizer(place, figures_of_base):
     assert figures["after"]["forward_kl"] == pytest.approx(plain["after"]["forward_kl"], rel=0.05)
 
 
+# of the compositions, whose runs are those of their bases to the bit, each layer over each kind of rows once
 DOCTORED = {
     "served top k, context": f"teacher: {{{SERVED}, top_k: 8, {INFORMED}}}\n{STUDENT}{REVERSE}{PAIRS % ('', '')}",
-    **{name: text for name, (_, text) in COMPOSITIONS.items() if name != "mixture: served, filled"},
+    **{
+        name: COMPOSITIONS[name][1]
+        for name in (
+            "served, context, on-policy",
+            "served and filled, context",
+            "served, retokenised, on-policy",
+            "filled, retokenised",
+            "routed: filled with a context, served and filled",
+            "routed: served and retokenised, on-policy",
+            "served with a context and filled, in a mixture",
+            "filled with a context, served, in a routed mixture",
+        )
+    },
 }
 LOCAL_TOP_K = f"teacher: {{model: teacher, top_k: 8}}\n{STUDENT}"
 DOCTORED |= {
@@ -256,8 +269,6 @@ DOCTORED |= {
         f"{STUDENT}{REVERSE}{PAIRS % (', teacher: domain', '')}"
     ),
 }
-DOCTORED["routed, one retokenised"] = BASES["routed, one retokenised"]
-DOCTORED["mixture, one with a context"] = BASES["mixture, one with a context"]
 DOCTORED["mixture, one with a context, on-policy"] = BASES["the same, on-policy"]
 
 

@@ -96,15 +96,8 @@ IN_A_SERVER = "launched"  # see tests/serving/test_launched_server.py
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("one", "several informed", "renormalize"),
-        pytest.param(tuple(name for name in EVERY if name != IN_A_SERVER), marks=pytest.mark.full),
-    ],
-    ids=["some", "all"],
-)
-def test_ranks_change_nothing(subject_of, forked_ranks, names):
+def test_ranks_change_nothing(subject_of, forked_ranks):
+    names = [name for name in EVERY if name != IN_A_SERVER]
     findings = invariants_runs.check_ranks_of_setups([subject_of(name) for name in names])
     assert all(finding.passed for finding in findings), dict(zip(names, findings, strict=True))
 

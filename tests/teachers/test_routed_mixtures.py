@@ -186,7 +186,7 @@ def plain_data(place):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["server", "cache", "context"])
-def test_doctor_passes_on_mixtures_in_routes(place, url, cache, kind):
+def test_doctor_passes_on_mixtures_in_routes(place, url, cache, forked_ranks, kind):
     """Answers of the student's own too, but of a cache."""
     own = ["data.on_policy={max_new_tokens: 6, fraction: 0.5}", "data.packing=false"] * (kind != "cache")
     other = f"type: server, url: '{url}'" if kind == "server" else cache

@@ -180,7 +180,7 @@ def head_begins(path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["server", "cache"])
-def test_doctor_passes_on_served_routes(place, urls, cache, kind):
+def test_doctor_passes_on_served_routes(place, urls, cache, forked_ranks, kind):
     talk = urls["talk"] if kind == "server" else f"type: cache, path: {cache}"
     findings = list(examine(recipe_of(place, {"talk": talk}, "train.steps=2")))
     assert len(findings) > 8 and not [finding for finding in findings if not finding.passed]

@@ -311,7 +311,7 @@ def test_each_route_has_its_own_context(workplace):
 
 
 @pytest.mark.full
-def test_doctor_checks_such_a_recipe(workplace, capsys):
+def test_doctor_checks_such_a_recipe(workplace, forked_ranks, capsys):
     """With contexts that stand for those of rewarded responses, since it runs no code of the recipe."""
     recipe = recipe_of()
     (workplace / "r.yaml").write_text(dump(recipe))
