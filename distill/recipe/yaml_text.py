@@ -149,12 +149,23 @@ def apply_overrides(tree: dict[str, object], overrides: Sequence[str], list_defa
 
 
 def merge(tree: dict[str, object], changes: Mapping[str, object], path: tuple[str, ...] = ()) -> None:
-    """Set every value of `changes` in the tree, in place, as overrides would; sections are merged, lists replaced."""
+    """Set every value of `changes` in the tree, in place, as overrides would; sections are merged, lists replaced.
+
+    A section within one takes the place of a number or text, as `temperature: {student: 1.1}` that of `temperature: 2`.
+    """
     for name, value in changes.items():
         if isinstance(value, dict) and value:
+            if path and isinstance(_value_at(tree, (*path, name)), str | int | float):
+                _assign(tree, (*path, name), {}, {})
             merge(tree, value, (*path, name))
         else:
             _assign(tree, (*path, name), value, {})
+
+
+def _value_at(tree: object, path: tuple[str, ...]) -> object:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _assign(tree: dict[str, object], path: tuple[str, ...], value: object, list_defaults: ListDefaults) -> None:

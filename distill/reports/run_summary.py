@@ -127,7 +127,9 @@ def result_table(
     for title, row in measured.items():
         rows.append([title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"])
     tokens = plural(after.tokens, f"held-out {measure.unit}")
-    return heading, rows, f"reduction   {describe_reduction(before, after)} of the {measure.name}, over {tokens}"
+    reduction = describe_reduction(before, after)
+    of = ", by the" if reduction.startswith("none") else " of the"
+    return heading, rows, f"reduction   {reduction}{of} {measure.name}, over {tokens}"
 
 
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:

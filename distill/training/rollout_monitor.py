@@ -34,8 +34,8 @@ LIMITS = (
     Limit(
         "reward_zero_std",
         1.0,
-        "the responses to each prompt all have the same reward (reward_zero_std {value:.2f}), so that the reward "
-        "trains nothing: check the reward function on a few responses (data.on_policy.store_every writes them), or "
+        "the responses to each prompt all have the same reward (reward_zero_std {value:.2f}), so that it tells none "
+        "from another: check the reward function on a few responses (data.on_policy.store_every writes them), or "
         "raise data.on_policy.temperature or data.on_policy.samples",
     ),
     Limit(

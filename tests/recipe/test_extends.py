@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from distill.cli import app
 from distill.commands.settings_schema import find_settings, json_schema
 from distill.recipe import dump, load, parse
+from distill.recipe.loss import TemperaturePair
 from distill.recipe.shipped import find_recipe
 
 BASE = """
@@ -44,6 +45,16 @@ train: {epochs: 0.5}
     assert [term.type for term in recipe.loss.terms] == ["jsd"], "a list is replaced"
     assert (recipe.train.steps, recipe.train.epochs, recipe.train.learning_rate) == (None, 0.5, 2e-4)
     assert "extends" not in dump(recipe) and parse(dump(recipe)) == recipe
+
+
+def test_a_section_of_a_child_or_a_stage_replaces_a_number(tmp_path):
+    base = BASE.replace("loss: {", "loss: {temperature: 2, ")
+    pair = "loss: {temperature: {student: 1.1}}"
+    recipe = load(write(tmp_path, base=base, child=f"extends: base.yaml\n{pair}\n")["child"])
+    assert recipe.loss.temperatures == TemperaturePair(teacher=1.0, student=1.1)
+    staged = parse(base, [f"stages=[{{name: one}}, {{name: two, {pair}}}]"])
+    texts = [staged.of_stage(0, None).loss.temperature_text, staged.of_stage(1, "start").loss.temperature_text]
+    assert texts == ["2", "1 (teacher), 1.1 (student)"]
 
 
 def test_a_chain_is_searched_next_to_each_file_and_ends_at_a_shipped_recipe(tmp_path, monkeypatch):
