@@ -60,10 +60,15 @@ def test_each_stage_starts_from_the_student_before(workplace):
     shapes = [AutoConfig.from_pretrained(folder / "student") for folder in folders]
     assert [(c.num_hidden_layers, c.intermediate_size) for c in shapes] == [(3, 96), (2, 64), (2, 64)]
     assert set(read_saved(folders[2] / "student").by_name.values()) == {"q4_0", "q8_0"} and not read_saved(folders[1])
-    for folder in folders:
-        own = load(folder / RECIPE_FILE)
-        assert own.stages == [] and run(own, name=f"alone-{folder.name}").folder.is_dir()
-        assert_same_student(workplace / f"runs/alone-{folder.name}", folder)
+    assert all(load(folder / RECIPE_FILE).stages == [] for folder in folders)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_stages_own_recipe_trains_the_same_student(workplace, folder):
+    own = workplace / "runs/tiny" / folder
+    assert run(load(own / RECIPE_FILE), name="alone").folder.is_dir()
+    assert_same_student(workplace / "runs/alone", own)
 
 
 @pytest.mark.full
