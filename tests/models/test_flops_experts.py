@@ -49,7 +49,9 @@ def test_only_a_tokens_own_experts_are_counted(family):
 @pytest.mark.full
 def test_layers_that_differ_are_counted_by_the_widest():
     """Transformers refuses `num_attention_heads` of such a configuration as a whole."""
-    assert attention_sizes(tiny_config("dots3_note_text")) == (64, 64, 256)
+    wide = {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_head_dim": 32}  # of layers with windows
+    assert attention_sizes(tiny_config("dots3_note_text")) == (4, 4, 16)
+    assert attention_sizes(tiny_config("dots3_note_text", **wide)) == (8, 8, 32)
     assert count_flops(drawn("dots3_note_text"), trains=True) is not None
 
 
