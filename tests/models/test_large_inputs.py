@@ -80,11 +80,10 @@ def test_a_line_of_half_a_gibibyte_is_named_and_takes_little_memory(tmp_path, na
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name, unit", [("a.txt", b"word "), ("a.json", b" ")])
-def test_a_text_of_half_a_gibibyte_comes_in_parts(tmp_path, name, unit):
-    packed(tmp_path / f"{name}.gz", [unit * (MIB // len(unit))] * 500)
-    found, _, _, peak = read_apart(tmp_path / f"{name}.gz")
-    assert found == (32 if name == "a.txt" else 0) and peak < 400
+def test_a_text_of_half_a_gibibyte_comes_in_parts(tmp_path):
+    packed(tmp_path / "a.txt.gz", [b"word " * (MIB // 5)] * 500)
+    found, _, _, peak = read_apart(tmp_path / "a.txt.gz")
+    assert found == 32 and peak < 400
 
 
 def table(path, column, compression="zstd"):
