@@ -270,3 +270,31 @@ def kernels_launched() -> Iterator[list[str]]:
     finally:
         GridExecutor.__call__ = execute
         triton.knobs.runtime.launch_enter_hook.remove(launched)
+
+
+def operator_arguments(student, teacher, row_scale, vocab, **more):
+    """Return the arguments by position and by name of `distill::linear_divergence`, fp32, of (hidden, weight) pairs."""
+    from distill_kernels.losses.operator import TOKENS
+
+    named = {
+        "teacher_hidden": [teacher[0]],
+        "teacher_weight": [teacher[1]],
+        "teacher_bias": [None],
+        "labels": None,
+        "row_scale": row_scale,
+        "valid_rows": None,
+        "mixture": [1.0, 1.0, 0.0],  # share, scale and soft cap
+        "lora_scale": 1.0,
+        "vocab": vocab,
+        "dtype": torch.float32,
+        "workspace": None,
+        "skip_rows": False,
+        "no_ignored_rows": False,
+        "per_row": False,
+        "required": [True, True, False, False, False, True],
+        **dict.fromkeys(TOKENS),
+        "tail": "",
+        "student_k": 0,
+        "policy": "",
+    }
+    return (*student, None, None, None), named | more

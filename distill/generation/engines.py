@@ -32,8 +32,8 @@ from distill.generation.stopping import (
     StopStrings,
     end_tokens,
     override_generation_config,
-    plain_text,
     truncate_at_end,
+    visible_text,
 )
 from distill.generation.support_check import unsupported_reason
 from distill.models.head import unwrap_peft
@@ -115,7 +115,7 @@ def greedy_responses(
     for begin in range(0, len(prompts), size):
         ids = [encode_prompt(tokenizer, prompt) for prompt in prompts[begin : begin + size]]
         generated = engine.generate(ids, max_new_tokens=max_new_tokens)
-        responses += [plain_text(tokenizer, tokens, settings.ends) for tokens in generated.tokens]
+        responses += [visible_text(tokenizer, tokens, settings.ends) for tokens in generated.tokens]
         console.advance(len(ids))
     return responses
 

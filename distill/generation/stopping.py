@@ -85,7 +85,7 @@ def response_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) 
     return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def plain_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+def visible_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
     """Return a response as text without special tokens, for people and for tasks."""
     return str(tokenizer.decode(without_end(tokens, ends), skip_special_tokens=True)).strip()
 

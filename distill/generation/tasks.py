@@ -22,7 +22,7 @@ from distill.generation.decode_loop import DecodeEngine
 from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.option_scores import OptionPrompt, OptionScorer
 from distill.generation.prompts import encode_prompt
-from distill.generation.stopping import plain_text
+from distill.generation.stopping import visible_text
 from distill.generation.task_answers import Accuracy, TaskPrompt, is_right, read_task
 from distill.recipe import Recipe
 from distill.recipe.evaluation import Task
@@ -183,7 +183,7 @@ class StudentTasks:
             max_new_tokens=questions.task.max_new_tokens,
             batch_size=self.batch_size,
         )
-        return [plain_text(self.tokenizer, tokens, self.ends) for tokens in generated.tokens]
+        return [visible_text(self.tokenizer, tokens, self.ends) for tokens in generated.tokens]
 
     def _write(self, questions: TaskQuestions, answers: Sequence[tuple[int, str, bool]], step: int) -> None:
         lines = []

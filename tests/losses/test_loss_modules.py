@@ -13,8 +13,8 @@ from distill_kernels import (
     LossTerm,
     TokenStats,
 )
-from distill_kernels.losses.operator import TOKENS, linear_divergence_op
-from helpers import no_syncs, ops_called, realistic_heads, relative_error
+from distill_kernels.losses.operator import linear_divergence_op
+from helpers import no_syncs, operator_arguments, ops_called, realistic_heads, relative_error
 
 V, N = 60, 12
 
@@ -254,33 +254,8 @@ def test_op_passes_opcheck(where):
     x, w, xt, wt, labels = draw(where)
     scale = (labels != -100).float()
     objective = FusedKLLoss(ce_weight=0.5).objective.encode()
-    wanted = [True, True, False, False, False, True]
-    torch.library.opcheck(
-        linear_divergence_op,
-        (x, w, None, None, None),
-        {
-            "teacher_hidden": [xt],
-            "teacher_weight": [wt],
-            "teacher_bias": [None],
-            "labels": labels,
-            "row_scale": scale,
-            "valid_rows": None,
-            "mixture": [1.0, 1.0, 0.0],
-            "objective": objective,
-            "lora_scale": 1.0,
-            "vocab": V,
-            "dtype": torch.float32,
-            "workspace": None,
-            "skip_rows": False,
-            "no_ignored_rows": False,
-            "per_row": False,
-            "required": wanted,
-            **dict.fromkeys(TOKENS),
-            "tail": "",
-            "student_k": 0,
-            "policy": "",
-        },
-    )
+    given = operator_arguments((x, w), (xt, wt), scale, V, labels=labels, objective=objective)
+    torch.library.opcheck(linear_divergence_op, *given)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from distill_kernels import FusedDistillationLoss, FusedStudentTopKKLLoss, LossTerm, fused_student_top_k_kl_loss
 from distill_kernels.losses import plan as planning
-from distill_kernels.losses.operator import TOKENS, linear_divergence_op
+from distill_kernels.losses.operator import linear_divergence_op
 from distill_kernels.losses.projection import TILE, ChunkLogits
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, StudentTopK
 from distill_kernels.losses.topk_select import select_student_top_k
@@ -14,6 +14,7 @@ from helpers import (
     assert_captures,
     assert_rounded_once,
     kernels_launched,
+    operator_arguments,
     realistic_heads,
     relative_error,
     round_gradient,
@@ -268,33 +269,11 @@ def test_compiled_calls_equal_eager_ones(device, reduction):
 
 def test_operators_pass_opcheck(device):
     (x, w), (x_t, w_t), _ = draw(device, torch.float32)
-    required, scale = [True, True, False, False, False, True], torch.ones(N, device=device)
-    torch.library.opcheck(
-        linear_divergence_op,
-        (x.requires_grad_(), w.requires_grad_(), None, None, None),
-        {
-            "teacher_hidden": [x_t],
-            "teacher_weight": [w_t],
-            "teacher_bias": [None],
-            "labels": None,
-            "row_scale": scale,
-            "valid_rows": None,
-            "mixture": [1.0, 1.0, 0.0],
-            "objective": FusedStudentTopKKLLoss()._encoded,
-            "lora_scale": 1.0,
-            "vocab": V,
-            "dtype": torch.float32,
-            "workspace": None,
-            "skip_rows": False,
-            "no_ignored_rows": False,
-            "per_row": False,
-            "required": required,
-            **dict.fromkeys(TOKENS),
-            "tail": "bucket",
-            "student_k": 8,
-            "policy": "",
-        },
-    )
+    scale = torch.ones(N, device=device)
+    student = (x.requires_grad_(), w.requires_grad_())
+    objective = FusedStudentTopKKLLoss()._encoded
+    given = operator_arguments(student, (x_t, w_t), scale, V, objective=objective, tail="bucket", student_k=8)
+    torch.library.opcheck(linear_divergence_op, *given)
 
 
 def test_errors_name_the_invalid_argument(device):

@@ -235,12 +235,13 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     workers = trains(workplace, "hung", process)
     hung = next(each for each in workers if each.environ().get("RANK") == "1")
     hung.suspend()
+    printed = workplace / "hung.txt"
     until = time.monotonic() + 300
-    while "has sent no heartbeat" not in (said := (workplace / "hung.txt").read_text()) and time.monotonic() < until:
+    while "has sent no heartbeat" not in printed.read_text() and time.monotonic() < until:
         time.sleep(0.05)
     hung.kill()  # as torchrun does, 30 s after its SIGTERM, which such a process does not hear
     assert process.wait(timeout=300) != 0
-    said = (workplace / "hung.txt").read_text()
+    said = printed.read_text()
     assert f"distill: rank 1 has ended: process {hung.pid} on " in said and "has sent no heartbeat" in said, said
     assert "there is no checkpoint" in said
     assert not psutil.wait_procs(workers, timeout=300)[1]

@@ -149,7 +149,8 @@ def check_arguments(
     hard = tokens.labels is not None or not needs_labels
     expect(hard, "labels", "token indices, since the loss has a cross-entropy term", None)
     if student.lora_a is not None and student.lora_b is not None:
-        a, b = student.lora_a, student.lora_b
+        a = student.lora_a
+        b = student.lora_b
         fits = a.dim() == 2 and a.shape[1] == hidden.shape[-1] and b.shape == (weight.shape[0], a.shape[0])
         expected = f"A [r, {hidden.shape[-1]}] and B [{weight.shape[0]}, r]"
         expect(fits, "student_lora", expected, f"A {list(a.shape)} and B {list(b.shape)}")

@@ -52,7 +52,7 @@ class TeacherHead(NamedTuple):
         return Head(self.hidden.detach().flatten(0, -2), self.weight.detach(), bias)
 
 
-class Target(NamedTuple):
+class LossTarget(NamedTuple):
     """What a loss compares the student's distribution of each token with.
 
     Attributes:

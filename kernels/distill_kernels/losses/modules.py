@@ -18,7 +18,7 @@ from distill_kernels.losses.arguments import (
     unpack_lora,
     workspace_bytes,
 )
-from distill_kernels.losses.mixture import Target, TeacherHead
+from distill_kernels.losses.mixture import LossTarget, TeacherHead
 from distill_kernels.losses.operands import Head, TokenArguments
 from distill_kernels.losses.operator import LossSettings, fused_loss
 from distill_kernels.losses.terms import Clip, LossTerm, Temperatures, TokenStats, make_objective
@@ -142,7 +142,7 @@ class FusedDistillationLoss(nn.Module):
             expect(len(teachers) > 0, "teachers", "at least one TeacherHead", "none")
             heads = tuple(teachers)
         tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
-        return fused_loss(self._settings(), student, Target(heads), tokens, vocab_size, return_stats=return_stats)
+        return fused_loss(self._settings(), student, LossTarget(heads), tokens, vocab_size, return_stats=return_stats)
 
     def _one_teacher(
         self, hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None

@@ -18,7 +18,7 @@ import torch
 
 from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, check_policy, expect
 from distill_kernels.losses.linear import linear_divergence, nonzero_rows, row_scales
-from distill_kernels.losses.mixture import Mixture, Target, compared_teacher, flatten_teachers
+from distill_kernels.losses.mixture import LossTarget, Mixture, compared_teacher, flatten_teachers
 from distill_kernels.losses.operands import Chosen, Head, RequiredGrads, RowBatch, TokenArguments
 from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
@@ -256,7 +256,7 @@ class LossSettings(NamedTuple):
 def fused_loss(
     settings: LossSettings,
     student: Head,
-    target: Target,
+    target: LossTarget,
     tokens: TokenArguments,
     vocab_size: int | None = None,
     *,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.losses.arguments import Lora, expect, unpack_lora
-from distill_kernels.losses.mixture import Target
+from distill_kernels.losses.mixture import LossTarget
 from distill_kernels.losses.modules import FusedDistillationLoss
 from distill_kernels.losses.operands import Head, TokenArguments
 from distill_kernels.losses.operator import fused_loss
@@ -111,7 +111,7 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         some = advantages is not None or s.kl_weight or s.entropy_weight
         expect(bool(some), "advantages", "a tensor without kl_weight and entropy_weight", None)
         student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
-        target = Target(chosen=Policy(advantages, old_logprobs, reference_logprobs, s))
+        target = LossTarget(chosen=Policy(advantages, old_logprobs, reference_logprobs, s))
         tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
         return fused_loss(self._settings(), student, target, tokens, vocab_size, return_stats=return_stats)
 

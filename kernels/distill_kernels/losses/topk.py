@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.losses.arguments import MAX_TOP_K, Lora, check_top_k, checked_direction, expect, unpack_lora
-from distill_kernels.losses.mixture import Target
+from distill_kernels.losses.mixture import LossTarget
 from distill_kernels.losses.modules import FusedDistillationLoss
 from distill_kernels.losses.operands import Head, TokenArguments
 from distill_kernels.losses.operator import fused_loss
@@ -132,7 +132,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             # In fp32 at least: 16 bits would round the logarithms a second time.
             logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)) * self.teacher_factor
         student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
-        target = Target(chosen=TopK(teacher_ids, logprobs, self.tail))
+        target = LossTarget(chosen=TopK(teacher_ids, logprobs, self.tail))
         tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
         return fused_loss(self._settings(), student, target, tokens, vocab_size, return_stats=return_stats)
 
@@ -210,7 +210,7 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
         """
         student = Head(student_hidden, student_weight, student_bias, *unpack_lora(student_lora))
         teachers = self._one_teacher(teacher_hidden, teacher_weight, teacher_bias)
-        target = Target(teachers, StudentTopK(self.k, self.tail))
+        target = LossTarget(teachers, StudentTopK(self.k, self.tail))
         tokens = TokenArguments(labels, token_weights, num_items, valid_rows)
         return fused_loss(self._settings(), student, target, tokens, vocab_size, return_stats=return_stats)
 
